@@ -10,7 +10,8 @@ an eager step, the first captured one, one with its inputs bound elsewhere, and 
 steps by their number of rows, as the scheduler begins them; then what is sent to which stream, and waited for, while
 one step is begun behind another one whose heads are awaited (call, stream, bytes). Prefills are padded to their few
 shapes, all of which run as the cache is allocated. Logits are zeros. With `--kv-cache paged` the same over blocks of a
-pool, and `PagedSession`; its prefill is a step in which two prompts are read while two texts decode.
+pool, and `PagedSession`; its prefill is a step in which two prompts are read while two texts decode. With `--cudnn`
+attention asks a stand-in for cuDNN, which takes each graph, refuses each, or fails when one runs.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def rehearse(folder: Path) -> dict[str, Any]:
         for token, options in (
             (ONE, {"graph": False}),
             (ONE, {"graph": True}),
-            (OTHER, {"graph": True, "elsewhere": True}),
+            (OTHER, {"graph": True, "moved": True}),
             (OTHER, {"graph": True}),
         ):
             probe(token, **options)
@@ -201,7 +202,9 @@ def rehearse(folder: Path) -> dict[str, Any]:
         third.launched()
         found["calls"] = [each.split() for each in fake.stand_in_calls().decode().splitlines()]
         third.top_logits()
-    return {**found, "forbidden": fake.stand_in_forbidden()}
+    cudnn = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudnn.so" in line]
+    found["cudnn"] = ctypes.CDLL(cudnn[0]).stand_in_cudnn_executed() if cudnn else 0
+    return {**found, "notes": session.notes, "forbidden": fake.stand_in_forbidden()}
 
 
 def main() -> None:
@@ -210,6 +213,9 @@ def main() -> None:
     parser.add_argument("--wheel", type=Path, help="folder that pip installs the wheel into; default: the user's cache")
     parser.add_argument("--sm", type=int, default=90, help="compute capability that the device claims")
     parser.add_argument("--kv-cache", choices=["slots", "paged"], default="slots", help="engine.kv_cache of the engine")
+    parser.add_argument(
+        "--cudnn", choices=["accept", "refuse", "fail"], help="ask cuDNN for attention, which does so; default: do not"
+    )
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside is not None:
@@ -223,8 +229,13 @@ def main() -> None:
         libraries.mkdir()
         write_engine(engine, arguments.kv_cache)
         cuda_wheel.stand_ins(wheel, libraries)
-        own = {"PYTHONPATH": str(wheel), "LD_LIBRARY_PATH": str(libraries), "STAND_IN_SM": str(arguments.sm)}
-        variables = {**os.environ, **own, "ORT_ENABLE_CUDNN_FLASH_ATTENTION": "0"}
+        paths = {"PYTHONPATH": f"{wheel}{os.pathsep}{ROOT}", "LD_LIBRARY_PATH": str(libraries)}
+        own = {**paths, "STAND_IN_SM": str(arguments.sm)}
+        variables = {**os.environ, **own}
+        if arguments.cudnn is None:
+            variables["ORT_ENABLE_CUDNN_FLASH_ATTENTION"] = "0"
+        else:
+            variables["STAND_IN_CUDNN"] = arguments.cudnn
         command = [sys.executable, str(HERE), "--inside", str(engine)]
         done = subprocess.run(command, env=variables, check=False, capture_output=True, text=True)
     if done.returncode:

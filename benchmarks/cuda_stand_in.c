@@ -2,20 +2,28 @@
  *
  * Everything that is not defined here is a function that returns 0 (success, or no pointer). Launching a kernel is such
  * a function: buffers keep their zeros. Layout of cudaDeviceProp and numbers of attributes: CUDA 13.0, driver_types.h.
- * STAND_IN_SM is the compute capability that the device claims, 90 if it is not set; STAND_IN_DEVICES how many there are.
+ * STAND_IN_SM is the compute capability that the device claims, 90 if it is not set; STAND_IN_DEVICES how many there are,
+ * STAND_IN_PROCESSORS the multiprocessors of one, 132.
+ *
+ * How many blocks of a kernel a multiprocessor holds is reckoned from STAND_IN_OCCUPANCY, a file with a line for each
+ * kernel: its name, registers of a thread, bytes of shared memory (`cuobjdump -res-usage`; from SM 90 on those contain
+ * the KiB that every block takes). Without the file it is 1.
  *
  * Between the begin and the end of a capture, what CUDA forbids there is counted: calls that wait for the device, that
  * copy or clear memory beside the stream, or that take memory by other means than the stream's pool.
  *
  * stand_in_calls gives what was sent to a stream or waited for since it was asked last, a line for each call: its name,
- * the number of its stream (0: none, or the default), and the bytes of a copy. Streams count from 1. */
+ * the number of its stream (0: none, or the default), and the bytes of a copy. Streams count from 1.
+ *
+ * stand_in_launches gives the kernels that were launched since it was asked last, in a capture or not: a line for each,
+ * with its name, how often, and how many blocks in all. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 enum { SIZE = 1008, GLOBAL = 288, SHARED = 296, WARP = 308, THREADS = 320, GRID = 336, MAJOR = 360, MINOR = 364 };
-enum { PROCESSORS = 384, SHARED_OF_PROCESSOR = 624, SHARED_OPTIN = 672 };
+enum { PROCESSORS = 384, SHARED_OF_PROCESSOR = 624, COOPERATIVE = 668, SHARED_OPTIN = 672 };
 static const size_t MEMORY = 80ul << 30;
 
 static int capturing, captures, replays, forbidden;
@@ -51,6 +59,10 @@ static int sm(void) {
   const char *text = getenv("STAND_IN_SM");
   return text ? atoi(text) : 90;
 }
+static int processors(void) {
+  const char *text = getenv("STAND_IN_PROCESSORS");
+  return text ? atoi(text) : 132;
+}
 static _Thread_local int chosen;
 int cudaGetDeviceCount(int *count) {
   const char *text = getenv("STAND_IN_DEVICES");
@@ -72,14 +84,15 @@ int cudaGetDeviceProperties(char *prop, int device) {
   for (int axis = 0; axis < 3; axis++) ((int *)(prop + GRID))[axis] = axis ? 65535 : 2147483647;
   *(int *)(prop + MAJOR) = sm() / 10;
   *(int *)(prop + MINOR) = sm() % 10;
-  *(int *)(prop + PROCESSORS) = 108;
+  *(int *)(prop + COOPERATIVE) = 1; /* kernels whose blocks wait for one another: TopK's */
+  *(int *)(prop + PROCESSORS) = processors();
   return 0;
 }
 
 int cudaDeviceGetAttribute(int *value, int attribute, int device) {
   switch (attribute) {
     case 10: *value = 32; break;        /* warp size */
-    case 16: *value = 108; break;       /* multiprocessors */
+    case 16: *value = processors(); break;
     case 75: *value = sm() / 10; break; /* compute capability */
     case 76: *value = sm() % 10; break;
     case 97: *value = 99 << 10; break; /* shared memory of a block, opt-in */
@@ -148,9 +161,116 @@ int cudaMemcpyFromSymbol(void *to, const void *symbol, size_t size, size_t offse
 }
 
 static char made;
+
+/* Kernels, by the address of what launches them: open addressing. */
+enum { KERNELS = 1 << 16 };
+static struct { const void *at; const char *name; size_t launches, blocks; int registers, shared; } kernels[KERNELS];
+static size_t place(const void *at) {
+  size_t i = ((size_t)at >> 4) % KERNELS;
+  while (kernels[i].at && kernels[i].at != at) i = (i + 1) % KERNELS;
+  return i;
+}
+void __cudaRegisterFunction(void **handle, const char *at, char *function, const char *name) {
+  size_t i = place(at);
+  kernels[i].at = at;
+  kernels[i].name = name;
+}
+int __cudaGetKernel(void **kernel, const void *at) { *kernel = (void *)at; return 0; }
+
+struct dim3 { unsigned x, y, z; };
+static struct dim3 one_grid, one_block;
+static size_t one_shared;
+static void *one_stream;
+unsigned __cudaPushCallConfiguration(struct dim3 grid, struct dim3 block, size_t shared, void *stream) {
+  pthread_mutex_lock(&lock);
+  one_grid = grid, one_block = block, one_shared = shared, one_stream = stream;
+  return 0;
+}
+int __cudaPopCallConfiguration(struct dim3 *grid, struct dim3 *block, size_t *shared, void **stream) {
+  *grid = one_grid, *block = one_block, *shared = one_shared, *stream = one_stream;
+  pthread_mutex_unlock(&lock);
+  return 0;
+}
+static int failed;
+static int launch(const void *kernel, struct dim3 grid) {
+  size_t i = place(kernel);
+  if (!grid.x || !grid.y || !grid.z) return failed = 9; /* cudaErrorInvalidConfiguration */
+  pthread_mutex_lock(&lock);
+  kernels[i].launches++;
+  kernels[i].blocks += (size_t)grid.x * grid.y * grid.z;
+  pthread_mutex_unlock(&lock);
+  return 0;
+}
+int cudaLaunchKernel(const void *kernel, struct dim3 grid, struct dim3 block, void **arguments, size_t shared,
+                     void *stream) {
+  return launch(kernel, grid);
+}
+int __cudaLaunchKernel(void *kernel, struct dim3 grid, struct dim3 block, void **arguments, size_t shared,
+                       void *stream) {
+  return launch(kernel, grid);
+}
+int cudaLaunchCooperativeKernel(const void *kernel, struct dim3 grid, struct dim3 block, void **arguments,
+                                size_t shared, void *stream) {
+  return launch(kernel, grid);
+}
+int cudaLaunchKernelExC(const struct dim3 *configuration, const void *kernel, void **arguments) {
+  return launch(kernel, *configuration);
+}
+int cudaGetLastError(void) {
+  int error = failed;
+  failed = 0;
+  return error;
+}
+int cudaPeekAtLastError(void) { return failed; }
+static char launched[1 << 22];
+const char *stand_in_launches(void) {
+  size_t end = 0;
+  pthread_mutex_lock(&lock);
+  for (size_t i = 0; i < KERNELS; i++) {
+    if (!kernels[i].launches) continue;
+    if (end + 4096 < sizeof launched)
+      end += snprintf(launched + end, 4096, "%s %zu %zu\n", kernels[i].name ? kernels[i].name : "?",
+                      kernels[i].launches, kernels[i].blocks);
+    kernels[i].launches = kernels[i].blocks = 0;
+  }
+  pthread_mutex_unlock(&lock);
+  launched[end] = 0;
+  return launched;
+}
+
+/* Threads, KiB of shared memory and bytes that each block takes besides, of a multiprocessor: CUDA C++ Programming
+ * Guide 13.0, technical specifications per compute capability. */
+static void limits(int *threads, int *shared, int *taken) {
+  int has = sm();
+  *threads = has == 75 ? 1024 : has == 80 || has == 90 ? 2048 : 1536;
+  *shared = (has == 75 ? 64 : has == 80 ? 164 : has == 90 ? 228 : 100) << 10;
+  *taken = has >= 80 && has < 90 ? 1024 : 0;
+}
+static int read_usage(const char *file) {
+  static char name[4096];
+  int registers, shared;
+  FILE *usage = fopen(file, "r");
+  if (!usage) return 0;
+  while (fscanf(usage, "%4095s %d %d", name, &registers, &shared) == 3)
+    for (size_t i = 0; i < KERNELS; i++) /* a kernel of several sources is registered by each of them */
+      if (kernels[i].name && !strcmp(kernels[i].name, name))
+        kernels[i].registers = registers, kernels[i].shared = shared;
+  return fclose(usage), 1;
+}
 int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, const void *kernel, int size, size_t shared,
                                                            unsigned flags) {
+  const char *file = getenv("STAND_IN_OCCUPANCY");
+  static int known = -1;
+  size_t i = place(kernel);
+  if (known < 0) known = file && read_usage(file);
   *blocks = 1;
+  if (!known || !kernels[i].registers || size < 1) return 0;
+  int threads, bytes, taken, warps = (size + 31) / 32, of_warp = (kernels[i].registers * 32 + 255) / 256 * 256;
+  limits(&threads, &bytes, &taken);
+  int of_block = kernels[i].shared + (int)shared + taken, held = threads / (warps * 32);
+  if (65536 / (of_warp * warps) < held) held = 65536 / (of_warp * warps);
+  if (of_block && bytes / of_block < held) held = bytes / of_block;
+  *blocks = held;
   return 0;
 }
 int cudaStreamBeginCapture(void *stream, int mode) { capturing = 1; return 0; }

@@ -31,7 +31,7 @@ VERSION = "1.31.1"
 WHEEL = f"onnxruntime-gpu=={VERSION}"
 PROVIDER = "CUDAExecutionProvider"
 HERE = Path(__file__).resolve()
-DATA = HERE.parents[1] / "llmforge" / "engines" / "cuda_kernels.json"
+DATA = HERE.parents[1] / "llmforge" / "backends" / "onnxruntime" / "cuda_kernels.json"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "llmforge" / WHEEL
 DOMAINS = ("", "com.microsoft")
 PROMPT = 40  # tokens of the prefill that is rehearsed: more than any kernel for a few rows takes
@@ -84,7 +84,7 @@ def _compile(folder: Path, name: str, symbols: Iterable[str], own: str) -> None:
     """Compile one library; TensorRT's functions return an object whose methods return 0."""
     result = "&object" if name.startswith("libnvinfer.") else "0"
     if name.startswith("libcudnn."):
-        own = "unsigned long cudnnGetVersion(void) { return 91900; }\n" + "".join(
+        own = (HERE.parent / "cuda_stand_in_cudnn.c").read_text(encoding="utf-8") + "".join(
             f"int {symbol}(void **made) {{ static char object; *made = &object; return 0; }}\n"
             for symbol in sorted(symbols)
             if symbol.startswith("cudnnCreate")
@@ -226,14 +226,7 @@ def _rehearse(engine: Path) -> None:
 
     import onnxruntime as ort
 
-    config = json.loads((engine / "runtime.json").read_text(encoding="utf-8"))
-    options = ort.SessionOptions()
-    options.log_severity_level, options.log_verbosity_level = 0, 0  # tells where nodes are placed
-    for key, value in config["session"]["entries"].items():
-        options.add_session_config_entry(key, value)
-    session = ort.InferenceSession(
-        str(engine / "model.onnx"), options, providers=[(PROVIDER, dict(config["provider_options"]))]
-    )
+    config, session = opened(ort, engine, verbose=True)
     device = ctypes.CDLL("libcudart.so.13")
     device.stand_in_first_forbidden.restype = ctypes.c_char_p
     steps = Steps(ort, session, config)
@@ -253,6 +246,18 @@ def _rehearse(engine: Path) -> None:
         steps.run(config["max_batch"], 1, config["max_context"], -1)
     calls = device.stand_in_forbidden()
     leave({"captured": captured, "forbidden": calls, "first_forbidden": device.stand_in_first_forbidden().decode()})
+
+
+def opened(ort: Any, engine: Path, *, verbose: bool = False) -> tuple[dict[str, Any], Any]:
+    """Inside the wheel: read the configuration of `engine`, and open it; `verbose` tells where nodes are placed."""
+    config = json.loads((engine / "runtime.json").read_text(encoding="utf-8"))
+    options = ort.SessionOptions()
+    if verbose:
+        options.log_severity_level, options.log_verbosity_level = 0, 0
+    for key, value in config["session"]["entries"].items():
+        options.add_session_config_entry(key, value)
+    providers = [(PROVIDER, dict(config["provider_options"]))]
+    return config, ort.InferenceSession(str(engine / "model.onnx"), options, providers=providers)
 
 
 class Steps:

@@ -111,6 +111,7 @@ class GpuFacts:
     sm: str  # compute capability without the dot, "89"
     memory_gb: SourcedFigure
     bandwidth_gbs: SourcedFigure
+    multiprocessors: int  # 0: not known
 
 
 class Target(BaseModel):
@@ -132,6 +133,7 @@ class Target(BaseModel):
     sm: Annotated[str, Field(pattern=r"^\d{2,3}$")] | None = None  # compute capability without the dot, "89"
     memory_gb: SourcedFigure | None = None  # 10**9 bytes
     bandwidth_gbs: SourcedFigure | None = None  # 10**9 bytes a second
+    multiprocessors: SourcedFigure | None = None  # of a GPU
     rates: dict[Rate, SourcedFigure] = Field(default_factory=dict)
     kernels: dict[Library, dict[BlockDtype, QuantizedLayers]] = Field(
         default_factory=dict
@@ -146,6 +148,9 @@ class Target(BaseModel):
     usd_per_hour: DevicePrice | None = None
     achieved: dict[Share, SourcedFigure] = Field(default_factory=dict)
     engines: tuple[BackendName, ...] = Field(min_length=1)
+    throughput_engines: tuple[
+        BackendName, ...
+    ] = ()  # of which `init` proposes the first for throughput; (): of `engines`
     notes: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -237,7 +242,8 @@ class Target(BaseModel):
         """
         if self.sm is None or self.memory_gb is None or self.bandwidth_gbs is None:
             raise UnsupportedError(f"target {self.name} is a {self.kind}; this engine runs on GPUs")
-        return GpuFacts(self.sm, self.memory_gb, self.bandwidth_gbs)
+        processors = 0 if self.multiprocessors is None else int(self.multiprocessors.value)
+        return GpuFacts(self.sm, self.memory_gb, self.bandwidth_gbs, processors)
 
     def require_here(self) -> None:
         """Return if this machine runs what is built for a CPU target; of GPUs nothing is asked here.

@@ -18,9 +18,10 @@ What is verified, a step each, every one in a process of its own:
 --lease 40m takes of it what settles most in so much time, and stops there; without a network, wheels are carried in
 parts (python -m benchmarks.verify_gpu.wheels).
 
-A step that fails is recorded with its reason, and the others go on. What is done is not done again: start it anew with
-the same --work to go on. The tables are written to WORK/gpu-evidence.md, everything that was measured to
-WORK/gpu-evidence.json, what each step printed to WORK/steps.
+A step that fails is recorded with its reason, and the others go on. What was run is not run again, what failed with
+--again alone: start it anew with the same --work to go on. However a run is ended, its step ends with it, and what was
+found before is written; no second one runs in the same --work. The tables are written to WORK/gpu-evidence.md,
+everything that was measured to WORK/gpu-evidence.json, what each step printed to WORK/steps.
 
 Without a CUDA device it ends with exit code 8 and one line. --dry-run goes through the same steps on the CPU with tiny
 shapes, to test this program: what it writes is labelled DRY RUN and says nothing of any GPU.

@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--target", help="name of the target; that of the device's compute capability if not")
     parser.add_argument("--minutes", type=float, default=240, help="no step is begun, or goes on, after that")
     parser.add_argument("--lease", type=_minutes, metavar="40m", help="what settles most in so much time, as 40m or 1h")
+    parser.add_argument("--again", action="store_true", help="also run steps that failed before")
     parser.add_argument("--dry-run", action="store_true", help="the same steps on the CPU, with tiny shapes")
     parser.add_argument("--step", help=argparse.SUPPRESS)  # inside the process of one step
     arguments = parser.parse_args()
@@ -65,15 +66,30 @@ def _run(arguments: argparse.Namespace) -> None:
     command += [] if arguments.lease is None else ["--lease", f"{arguments.lease:g}m"]
     mark = arguments.work / "scale.json"
     _same_kind(mark, dry=chosen.dry)
-    runner.run(
-        wanted, record, [*command, "--step"], deadline=time.monotonic() + 60 * (arguments.lease or arguments.minutes)
-    )
-    outcomes = {step.name: found for step in steps if (found := record.read(step.name)) is not None}
-    facts = {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()}
-    told = {"dry_run": chosen.dry, "scale": dataclasses.asdict(chosen), "steps": facts}
-    (arguments.work / "gpu-evidence.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
     page = arguments.work / "gpu-evidence.md"
-    page.write_text(evidence.render(outcomes, chosen), encoding="utf-8")
+
+    def tell() -> None:
+        """Write what is known up to now: whoever is ended later has it."""
+        outcomes = {step.name: found for step in steps if (found := record.read(step.name)) is not None}
+        facts = {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()}
+        told = {"dry_run": chosen.dry, "scale": dataclasses.asdict(chosen), "steps": facts}
+        for path, text in (
+            (arguments.work / "gpu-evidence.json", json.dumps(told, indent=1)),
+            (page, evidence.render(outcomes, chosen)),
+        ):
+            partial = path.with_suffix(".partial")
+            partial.write_text(text, encoding="utf-8")
+            partial.rename(path)
+
+    runner.run(
+        wanted,
+        record,
+        [*command, "--step"],
+        deadline=time.monotonic() + 60 * (arguments.lease or arguments.minutes),
+        again=arguments.again,
+        after_each=tell,
+    )
+    tell()
     print(page)
 
 

@@ -83,6 +83,14 @@ class PagedBlocks:
 
 
 @dataclass(frozen=True)
+class SlowerProducts:
+    """Products of quantized weights whose kernels lack the matrix instructions of a device."""
+
+    share: float  # of the device's rate that their instructions have
+    reason: str
+
+
+@dataclass(frozen=True)
 class Provider:
     """A backend on one kind of target.
 
@@ -106,6 +114,7 @@ class Provider:
     ranks: bool = False  # several of its engines compute one model together (docs/tensor-parallelism.md)
     ranks_sm: int = 0  # compute capability from which on they can, of GPUs
     paged: PagedBlocks | None = None  # None: its KV caches lie in slots alone
+    slower_products: Mapping[str, SlowerProducts] = field(default_factory=dict)  # by compute capability, "90"
 
     @property
     def install(self) -> str:

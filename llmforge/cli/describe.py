@@ -237,6 +237,7 @@ def _figures(target: Target) -> Iterator[tuple[str, str, SourcedFigure | None]]:
     """Name the figures of a target, with their units."""
     yield "memory", "GB", target.memory_gb
     yield "bandwidth", "GB/s", target.bandwidth_gbs
+    yield "multiprocessors", "", target.multiprocessors
     for dtype, figure in target.rates.items():
         yield f"{dtype}, dense", "TOP/s" if dtype.startswith("int") else "TFLOP/s", figure
     for library, reached in target.kernels.items():

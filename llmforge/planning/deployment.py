@@ -246,6 +246,9 @@ def _notes(placed: Placement, backend: BackendName) -> list[str]:
         unverified.append("bandwidth")
     if unverified:
         notes.append(f"unverified figures of {target.name}: {', '.join(sorted(unverified))}")
+    slower = target.require_engine(backend).slower_products.get(target.sm or "")
+    if slower is not None and scheme.instructions < 1:
+        notes.append(f"{slower.reason}: at {slower.share:.0%} of its rate, so that many rows are faster in 16 bits")
     if not target.support(backend).verified:
         notes.append(f"{backend} support on {target.name} is untested")
     return notes

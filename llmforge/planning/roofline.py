@@ -56,7 +56,7 @@ class RooflineCeilings:
             rate=_rate(target, scheme.product),
             attention_rate=_rate(target, scheme.compute),
             bandwidth_share=target.share("bandwidth").value,
-            rate_share=target.share(matrix_share_of(scheme.product)).value,
+            rate_share=target.share(matrix_share_of(scheme.product)).value * scheme.instructions,
             attention_share=target.share(matrix_share_of(scheme.compute)).value,
             layer_s=target.share("layer_us").value / 1e6,
             link=0.0 if link is None else link.gbs.value * 1e9 * target.share("link").value,

@@ -43,6 +43,7 @@ class DtypeScheme:
     cache: KvFormat | None = None  # that of the CPU kernels, with scales of its own; None: numbers of `kv`
     scale: Scale | None = None  # as what scales of blocks are stored; None: in the dtype of activations
     minimums: bool = False
+    instructions: float = 1.0  # share of the device's rate that the matrix instructions of weights' products have
 
     @property
     def cached(self) -> str:
@@ -136,6 +137,7 @@ def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Storag
             f"{backend} on {target.name} does not support caches of {cache.name}: llmforge's CPU kernels alone do",
             hint=f"supported: {', '.join(sorted(support.kv))}",
         )
+    slower = target.require_engine(backend).slower_products.get(target.sm or "")
     return DtypeScheme(
         cache=cache,
         compute=compute,
@@ -148,6 +150,7 @@ def choose(target: Target, backend: BackendName, checkpoint: str, wanted: Storag
         head=wanted.head,
         scale=wanted.scale,
         minimums=wanted.minimums is True,
+        instructions=1.0 if slower is None or weights not in INTEGERS else slower.share,
     )
 
 

@@ -72,7 +72,11 @@ def write(
         UsageError, CheckpointError, UnsupportedError: as `planning.request.answer`; no way to store the weights fits,
             or a recipe for the backend would not build.
     """
-    chosen, shape = backend or target.engines[0], config.read(checkpoint)
+    folder = (checkpoint.parent if checkpoint.name == CONFIG else checkpoint).absolute()
+    settings = read_settings(folder)
+    described = source.described(settings, folder)
+    is_stored = described is not None
+    chosen, shape = backend or _engine(target, goal, is_stored=is_stored), config.read(checkpoint)
     if plugin_of(chosen) is not None:
         raise UnsupportedError(
             f"--engine {chosen} is of a plug-in, whose passes and formats init does not know",
@@ -80,10 +84,6 @@ def write(
         )
     others = BACKENDS[chosen].export_format
     before = _plan(shape, target, chosen, Storage(), goal)
-    folder = (checkpoint.parent if checkpoint.name == CONFIG else checkpoint).absolute()
-    settings = read_settings(folder)
-    described = source.described(settings, folder)
-    is_stored = described is not None
     if is_stored and others is not None:
         raise UnsupportedError(
             f"{checkpoint} is quantized already, and {chosen} takes its codes of an unquantized checkpoint",
@@ -121,6 +121,11 @@ def write(
     lines = _Lines(planned, before, proposed, goal, name, given, probed, tried, requantized, has_end)
     text = "\n".join(lines.written(has_device=has_device, sample_text=sample_text)) + "\n"
     return StartingRecipe(text, planned)
+
+
+def _engine(target: Target, goal: Goal, *, is_stored: bool) -> BackendName:
+    """Choose what serves the goal best on the target; of a checkpoint that comes quantized, one of the target's own."""
+    return ((target.throughput_engines if goal == "throughput" and not is_stored else ()) or target.engines)[0]
 
 
 def _plan(
@@ -250,6 +255,11 @@ class _Lines:
             yield f"requantize: true  # no kernel runs its codes ({self.requantized}): its numbers are rounded again"
         yield f"target: {self.given['target']}  # see `llmforge targets`"
         yield f"engine: {{{engine}{', deferred: true' if deferred else ''}}}"
+        if self.goal == "throughput" and plan.backend in plan.target.throughput_engines:
+            own = " or ".join(f"`--engine {each}`" for each in plan.target.engines)
+            yield "# Not an engine of llmforge: for many requests at once vLLM is faster on this GPU (docs/cuda.md),"
+            yield "# with products of fp8 by fp8. For single users, lowest latency or a fixed appliance, write the"
+            yield f"# recipe with `--goal latency`, {own}; the gates below hold for either."
         if deferred:
             how = "on the GPU's host, `llmforge build --finish` builds the engine of what is published here."
             yield f"# deferred: {how}"

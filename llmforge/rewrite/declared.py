@@ -90,6 +90,7 @@ class QuantizeChannelsTraits(Traits):
 
     name: ClassVar[str] = "quantize-channels"
     writes_codes: ClassVar[Codes | None] = "channels"
+    _of_servers: ClassVar[str] = "quantize-channels, dtype: fp8, activations: per_token"
 
     @classmethod
     def predicts(cls, there: Deployment) -> Iterable[Prediction]:
@@ -99,10 +100,12 @@ class QuantizeChannelsTraits(Traits):
                 yield Prediction(f"{cls.name}, dtype: {dtype}", Storage(weights=dtype, block=0))
                 both = Storage(weights=dtype, product=dtype, block=0)
                 yield Prediction(f"{cls.name}, dtype: {dtype}, activations: static", both)
+        elif there.serves_fp8:
+            yield Prediction(cls._of_servers, Storage(weights="fp8", product="fp8", block=0))
 
     @classmethod
     def proposes(cls, there: Deployment) -> Iterable[Proposal]:
-        """Propose fp8 where it is judged."""
+        """Propose fp8 where it is judged; to servers of others with a scale a token, which all of them load."""
         if there.backend.scales == "channels" and not there.is_quantized:
             change, weights = f"{cls.name}, dtype: fp8", Storage(weights="fp8", block=0)
             yield Proposal("dtype: fp8, {budget}", 0.02, weights, change, near_lossless=True, bits=8)
@@ -112,6 +115,16 @@ class QuantizeChannelsTraits(Traits):
                 Storage(weights="fp8", product="fp8", block=0),
                 f"{change}, activations: static",
                 calibrated=True,
+                bits=8,
+            )
+        elif there.serves_fp8 and not there.is_quantized:
+            yield Proposal(
+                "dtype: fp8, activations: per_token, head: false, smooth: false, {budget}",
+                0.02,
+                Storage(weights="fp8", product="fp8", block=0),
+                cls._of_servers,
+                reason="fp8 by fp8 has twice the rate of 16 bits, which 4-bit codes are multiplied in",
+                near_lossless=True,
                 bits=8,
             )
 

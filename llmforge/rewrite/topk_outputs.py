@@ -8,6 +8,9 @@
 
 Over blocks, a step has rows of several texts, which all get their own: Squeeze(logits), [1, rows, V] → [rows, V].
 
+Where a device's TopK is slow over many rows, it runs over a few of them after the other: Slice, TopK, and Concat of
+what all gave. Slices that a step of fewer rows leaves empty launch nothing.
+
 64 rows of 128,256 logits are 32.8 MB; their largest are 0.15 MB. Sums are of weights relative to the largest logit:
 they neither overflow nor lose digits where logits are large, as a logarithm would. And they are of what the host does
 not have: so a rounding error of theirs is small beside the mass of the other tokens, and not only beside the whole.
@@ -15,6 +18,7 @@ not have: so a rounding error of theirs is small beside the mass of the other to
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,8 +47,11 @@ def without_topk_outputs(model: ir.Model) -> ir.Model:
     return plain
 
 
-def add_topk_outputs(model: ir.Model) -> Rewritten:
-    """Add the input `temperatures`, and the outputs `top_logits`, `top_ids` and `masses`, in place."""
+def add_topk_outputs(model: ir.Model, slices: Sequence[int] = ()) -> Rewritten:
+    """Add the input `temperatures`, and the outputs `top_logits`, `top_ids` and `masses`, in place.
+
+    `slices`: the rows, ascending, that the slices begin with which the largest are taken of, besides the first one.
+    """
     main = model.graph
     logits = graph.output_named(model, interface.LOGITS)
     over_blocks = any(value.name == interface.BLOCK_TABLE for value in main.inputs)
@@ -58,17 +65,36 @@ def add_topk_outputs(model: ir.Model) -> Rewritten:
         last = build.node("Squeeze", [logits, build.constant("axis_0", [0])], "last", [batch, vocabulary])
     else:
         last = build.node("Gather", [logits, build.constant("last", -1)], "last", [batch, vocabulary], axis=1)
-    largest, ids = build.nodes(
-        "TopK",
-        [last, build.constant("size", [top])],
-        [(interface.TOP_LOGITS, _FLOAT, [batch, top]), ("heads.ids", _INT64, [batch, top])],
-        axis=-1,
-    )
+    largest, ids = _largest(build, last, top, [0, *slices])
     [narrow] = build.nodes("Cast", [ids], [(interface.TOP_IDS, _INT32, [batch, top])], to=int(_INT32))
     masses = _masses(build, last, largest, temperatures)
     main.outputs.extend([largest, narrow, masses])
     blocks, _ = interface.mass_blocks(vocabulary)
-    return Rewritten(interface.LOGITS, f"with the {top} largest of a row, and sums of the others in {blocks} blocks")
+    taken = f", of {len(slices) + 1} slices of rows" if slices else ""
+    what = f"with the {top} largest of a row{taken}, and sums of the others in {blocks} blocks"
+    return Rewritten(interface.LOGITS, what)
+
+
+def _largest(build: _Appending, last: ir.Value, top: int, starts: Sequence[int]) -> tuple[ir.Value, ir.Value]:
+    """Find the `top` largest of `last` [batch, V] and their ids, [batch, top], in slices that begin with `starts`."""
+    dims: _Dims = [(graph.dims(last) or ())[0], top]
+    size, axis = build.constant("size", [top]), build.constant("axis_0", [0])
+    named = (interface.TOP_LOGITS, _FLOAT, dims), ("heads.ids", _INT64, dims)
+    if len(starts) == 1:
+        largest, ids = build.nodes("TopK", [last, size], list(named), axis=-1)
+        return largest, ids
+    parts = []
+    for start, end in zip(starts, [*starts[1:], np.iinfo(np.int64).max], strict=True):
+        rows = build.constant(f"row_{start}", [start]), build.constant(f"row_{end}", [end])
+        part = build.node("Slice", [last, *rows, axis], f"rows_{start}", [None, graph.width(last)])
+        shape: _Dims = [None, top]
+        found = [(f"heads.largest_{start}", _FLOAT, shape), (f"heads.ids_{start}", _INT64, shape)]
+        parts.append(build.nodes("TopK", [part, size], found, axis=-1))
+    [largest], [ids] = (
+        build.nodes("Concat", list(values), [name], axis=0)
+        for values, name in zip(zip(*parts, strict=True), named, strict=True)
+    )
+    return largest, ids
 
 
 def _masses(build: _Appending, last: ir.Value, largest: ir.Value, temperatures: ir.Value) -> ir.Value:

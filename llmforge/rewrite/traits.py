@@ -70,6 +70,12 @@ class Deployment:
         return self.backend.module == "onnxruntime"
 
     @property
+    def serves_fp8(self) -> bool:
+        """Whether servers of others load the engine and multiply fp8 by fp8 on the target."""
+        other = self.backend.export_format
+        return other is not None and "channels" in other.codes and not self.on_cpu and "fp8" in self.target.rates
+
+    @property
     def exported(self) -> bool:
         """Whether servers of others load the engine: passes change no more of the model than its codes."""
         return self.backend.export_format is not None

@@ -28,8 +28,14 @@ _SHARES = {"gptq": CALIBRATED_SHARE, "importance": IMPORTANCE_SHARE}
 
 
 def of_weights(name: str, there: Deployment) -> Iterator[Proposal]:
-    """Propose formats of the pass `name`, in the blocks and with the scales that the engine reads best."""
+    """Propose formats of the pass `name`, in the blocks and with the scales that the engine reads best.
+
+    None to servers that multiply fp8 by fp8, for throughput: codes in blocks are multiplied in 16 bits, and from some
+    64 rows on products take longer than reading their weights (docs/cuda.md).
+    """
     other, columns = there.backend.export_format, there.backend.scales == "channels"
+    if there.serves_fp8 and there.goal == "throughput":
+        return
     if other is not None:  # servers of others have symmetric codes, with scales in 16 bits
         scale: Scale = "bf16" if other.bf16_scales and there.is_bf16 else "fp16"
         yield from _portable(name, other.block, symmetric=True, scale=scale, tables=other.tables)

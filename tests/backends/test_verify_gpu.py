@@ -61,7 +61,7 @@ def test_a_dry_run_writes_its_tables_marks_them_and_goes_on_where_it_was(tmp_pat
     assert told["steps"]["environment"]["result"]["copy_gb_per_s"] > 0
     again = verify(*options)
     assert "environment: ok, done before" in again.stderr
-    assert "tensorrt …" in again.stderr  # what did not go well is tried again
+    assert "tensorrt …" in again.stderr  # what was not run is tried again
 
 
 @pytest.mark.slow
@@ -138,6 +138,62 @@ def test_a_step_that_fails_is_recorded_and_the_others_go_on(program, tmp_path):
     assert outcomes["slow"].reason == "it took more than 0 s and was ended"
     assert outcomes["slow"].seconds < 30
     assert outcomes["behind-broken"].reason == "broken did not go well"
+
+
+def test_what_failed_is_run_again_only_if_that_is_asked_for(program, tmp_path):
+    steps, record = [program["checks"].Step(name, 60, None) for name in ("broken", "good")], None
+    command, told = [sys.executable, "-c", STUB, str(tmp_path)], []
+    for again in (False, False, True):
+        record = program["runner"].Record(tmp_path)
+        for step in steps:
+            record.path(step.name, "log").unlink(missing_ok=True)
+        deadline = time.monotonic() + 60
+        program["runner"].run(steps, record, command, deadline=deadline, again=again, after_each=lambda: told.append(0))
+        told.append([step.name for step in steps if record.path(step.name, "log").exists()])
+    assert told == [0, 0, ["broken", "good"], [], 0, ["broken"]]
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from benchmarks.verify_gpu import checks, runner
+folder = Path(sys.argv[1])
+steps = [checks.Step(name, 60, None) for name in ("good", "hangs", "behind")]
+stub = "import os, sys, time; from pathlib import Path; folder, name = Path(sys.argv[1]), sys.argv[2]; "
+stub += "(folder / f'{name}.{os.getpid()}.pid').touch(); time.sleep(60 if name == 'hangs' else 0); "
+stub += "(folder / f'{name}.result.json').write_text('{}')"
+runner.run(steps, runner.Record(folder), [sys.executable, "-c", stub, str(folder)], deadline=time.monotonic() + 60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process dies with its parent on Linux alone")
+def test_a_run_that_is_killed_leaves_no_process_and_goes_on_behind_what_it_was_doing(program, tmp_path):
+    """An orphan, or the same step once more, would hold the GPU."""
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+        )
+
+    first, until = start(), time.monotonic() + 120
+    while not (begun := list(tmp_path.glob("hangs.*.pid"))) and time.monotonic() < until:
+        time.sleep(0.05)
+    second = start()
+    assert "are being run" in second.communicate(timeout=120)[1]  # no second run beside it
+    assert second.returncode
+    first.kill()  # -9
+    first.communicate(timeout=60)
+    pid = int(begun[0].name.split(".")[1])
+    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+        assert time.monotonic() < until, "the step lives on"
+        time.sleep(0.05)
+    third = start()
+    assert "hangs: failed, done before" in third.communicate(timeout=120)[1]
+    assert third.returncode == 0
+    record = program["runner"].Record(tmp_path)
+    assert record.read("hangs").reason == "the whole run was ended while it ran"
+    assert (record.read("good").status, record.read("behind").status) == ("ok", "ok")
+    assert len(list(tmp_path.glob("*.pid"))) == 3  # each was begun once
 
 
 def test_no_step_is_begun_when_the_time_is_over(program, tmp_path):

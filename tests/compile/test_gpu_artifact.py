@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -79,21 +80,44 @@ def test_so_does_the_runtime(for_gpu: Path) -> None:
         assert caught.value.exit_code == 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_cache", ["slots", "paged"])
-def test_the_wheels_own_host_code_records_and_replays_as_the_session_wants(
-    kv_cache: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """ONNX Runtime's CUDA provider over a device that computes nothing: what it makes of what is bound to it."""
+def rehearsed(monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
+    """Run the session over the wheel's host code (benchmarks/cuda_session.py)."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import cuda_wheel
 
     wheel = Path(os.environ.get("LLMFORGE_CUDA_WHEEL", cuda_wheel.CACHE))
     if not (wheel / "onnxruntime").is_dir():
         pytest.skip(f"{cuda_wheel.WHEEL} is not in {wheel} (LLMFORGE_CUDA_WHEEL)")
-    script = ROOT / "benchmarks" / "cuda_session.py"
-    command = [sys.executable, str(script), "--kv-cache", kv_cache, "--wheel", str(wheel)]
-    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    command = [sys.executable, str(ROOT / "benchmarks" / "cuda_session.py"), *options, "--wheel", str(wheel)]
+    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cudnn", ["accept", "refuse", "fail"])
+def test_attention_is_cudnns_where_that_takes_it_and_nobody_elses_fault_where_not(
+    cudnn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over blocks on SM 90: ONNX Runtime goes on by itself where cuDNN refuses, the session where it fails."""
+    found = rehearsed(monkeypatch, "--kv-cache", "paged", "--cudnn", cudnn)
+    notes = [note for note in found["notes"] if "attention runs without cuDNN" in note]
+    if cudnn == "accept":
+        assert found["cudnn"] > 6  # layers
+    else:
+        assert found["cudnn"] == (0 if cudnn == "refuse" else 1)
+    assert len(notes) == (cudnn == "fail")
+    assert all("while running PagedAttention node" in note for note in notes)
+    assert [each["captured_and_replayed"][1:] for each in found["captures"]] == [[[1, 1], [1, 2], [1, 3]]] * 4
+    assert found["forbidden"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache", ["slots", "paged"])
+def test_the_wheels_own_host_code_records_and_replays_as_the_session_wants(
+    kv_cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime's CUDA provider over a device that computes nothing: what it makes of what is bound to it."""
+    found = rehearsed(monkeypatch, "--kv-cache", kv_cache)
     assert found["providers"][0] == "CUDAExecutionProvider"
     assert found["caches_as_configured"] is True
     lengths = "total_sequence_length" if kv_cache == "slots" else "attention_metadata"

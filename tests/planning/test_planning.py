@@ -359,6 +359,30 @@ def test_heads_without_a_kernel_of_tensorrt_are_refused(change: dict[str, int], 
     assert deployment.make(shape, A100, "onnxruntime", BF16, Workload()).asked.memory.fits
 
 
+def test_the_wheels_quantized_products_have_sm80s_rate_on_sm90() -> None:
+    """So few rows are faster in int4, and many in 16 bits; cuBLAS and TensorRT have all instructions."""
+    told = {"target": "h100-sxm", "backend": "onnxruntime", "prompt": 200, "output": 200}
+    steps = {
+        (weights, batch): planned(**told, weights=weights, batch=batch).asked.decode.step
+        for weights in ("int4", "bf16")
+        for batch in (1, 64, 256)
+    }
+    for batch in (1, 64, 256):
+        assert steps["int4", batch].compute_s > 1.5 * steps["bf16", batch].compute_s
+    assert steps["int4", 1].seconds < 0.6 * steps["bf16", 1].seconds
+    assert steps["int4", 256].compute_s > steps["int4", 256].memory_s
+    assert steps["int4", 256].seconds > steps["bf16", 256].seconds
+    said = "the wheel multiplies quantized weights by SM80's instructions on SM90: at 50% of its rate"
+    for target, backend, weights, slower in (
+        ("h100-sxm", "onnxruntime", "int4", True),
+        ("h100-sxm", "onnxruntime", "bf16", False),
+        ("h100-sxm", "tensorrt", "int4", False),
+        ("a100-80", "onnxruntime", "int4", False),
+    ):
+        notes = planned(target=target, backend=backend, weights=weights).notes
+        assert any(said in note for note in notes) is slower
+
+
 def test_a_cpu_without_figures_says_how_to_get_them() -> None:
     with pytest.raises(UsageError, match="no memory bandwidth") as caught:
         planned(target="cpu-avx2")

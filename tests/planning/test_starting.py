@@ -140,6 +140,27 @@ def test_a_gpu_that_is_elsewhere_gets_its_engine_later(tmp_path: Path) -> None:
     assert options(anywhere, "quantize-weights")["bits"] == 4
 
 
+@pytest.mark.parametrize("target", ["h100-sxm", "h100-pcie", "h200"])
+def test_for_many_requests_on_a_hopper_gpu_a_checkpoint_for_vllm_is_proposed(tmp_path: Path, target: str) -> None:
+    """In fp8 by fp8, with a scale a token, which vLLM, SGLang and TensorRT-LLM load; else the target's own engines."""
+    many = start(tmp_path, target, "throughput", "llama-3.1-8b")
+    assert many.engine.backend == "compressed-tensors"
+    [step] = many.passes
+    assert step.name == "quantize-channels"
+    wanted = {"dtype": "fp8", "activations": "per_token", "head": False, "smooth": False}
+    assert {name: step.options[name] for name in wanted} == wanted
+    assert many.calibration is None
+    assert not many.engine.deferred
+    said = (tmp_path / "recipe.yaml").read_text()
+    assert "# Not an engine of llmforge: for many requests at once vLLM is faster on this GPU" in said
+    assert "`--goal latency`, `--engine tensorrt` or `--engine onnxruntime`" in said
+    for goal, backend in (("latency", None), ("throughput", "onnxruntime")):
+        own = start(tmp_path, target, goal, "llama-3.1-8b", backend=backend)
+        assert own.engine.backend == (backend or "tensorrt")
+        assert "vLLM" not in (tmp_path / "recipe.yaml").read_text()
+    assert start(tmp_path, "l4", "throughput", "llama-3.1-8b").engine.backend == "tensorrt"
+
+
 def test_batches_fit(tmp_path: Path) -> None:
     recipe = start(tmp_path, "l4", "throughput", "llama-3.1-8b")
     assert 1 <= recipe.engine.max_batch < 64
@@ -170,6 +191,9 @@ def test_a_checkpoint_that_comes_quantized_keeps_its_codes(
     (checkpoint / "config.json").write_text(json.dumps(config))
     given = {"checkpoint": "quantized", "target": target, "calibration": "a.jsonl", "evaluation": "b.jsonl"}
     known = measured(targets.find(target))
+    if target == "h100-sxm":  # whose codes no export takes
+        own = starting.write(checkpoint, known, "throughput", name="m", given=given)
+        assert "backend: tensorrt," in own.yaml
     for goal in GOALS:
         made = starting.write(checkpoint, known, goal, name="m", given=given, backend=backend)  # type: ignore[arg-type]
         (tmp_path / "recipe.yaml").write_text(made.yaml)

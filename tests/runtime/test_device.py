@@ -7,12 +7,13 @@ import gc
 import importlib
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 
 from llmforge.base.errors import EnvironmentLacks, RunFailed
-from llmforge.runtime.device.cuda import BlockCopy, CudaDevice, MemoryBlock
+from llmforge.runtime.device.cuda import BlockCopy, CudaDevice, MemoryBlock, nothing_freed
 
 from ..fakes.fake_cuda import FREE, fake_cuda
 from ..fakes.host_device import HostDevice
@@ -185,6 +186,32 @@ def test_a_recording_runs_when_it_is_replayed(monkeypatch):
         device.read(target, 0, got)
         assert got[0] == value
     assert cuda.launches == 2
+
+
+def test_nothing_is_freed_while_a_step_is_captured(monkeypatch):
+    """A free on any thread would end the capture: garbage waits, and so does what is dropped."""
+    cuda = fake_cuda(monkeypatch)
+    device = CudaDevice()
+    buffers, held = [device.allocate(8) for _ in range(3)], []
+
+    def run():
+        held.append((gc.isenabled(), len(cuda.memory)))
+        dropping = threading.Thread(target=buffers.clear)
+        dropping.start()
+        dropping.join()
+        held.append(len(cuda.memory))
+
+    device.capture(run)
+    assert held == [(False, 3), 3]
+    assert (gc.isenabled(), cuda.memory) == (True, {})
+    with nothing_freed():  # as ONNX Runtime captures
+        buffers.append(device.allocate(8))
+        buffers.clear()
+        assert len(cuda.memory) == 1
+        with nothing_freed():
+            pass
+        assert len(cuda.memory) == 1
+    assert cuda.memory == {}
 
 
 def test_an_error_of_cuda_names_the_call(monkeypatch):

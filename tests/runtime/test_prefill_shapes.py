@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import types
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from llmforge.backends.onnxruntime.cuda import captured
 from llmforge.backends.onnxruntime.cuda import session as cuda
 from llmforge.backends.onnxruntime.cuda.session import DeviceSession
 from llmforge.backends.onnxruntime.session import Session
@@ -171,19 +174,26 @@ def test_a_shape_that_fails_opens_the_graph_again_without_cudnn(
             run(binding, given)
 
         graph.run_with_iobinding = fails  # type: ignore[method-assign]
-        graphs.append(graph)
+        still.append(sum(each() is not None for each in graphs))
+        graphs.append(weakref.ref(graph))
         return graph
 
-    graphs: list[Graph] = []
+    graphs: list[weakref.ref[Graph]] = []
+    still: list[int] = []  # sessions that there were when one was opened
     monkeypatch.setattr(cuda, "open_on", open_on)
     device = HostDevice()
     session = DeviceSession(b"", ONE_THREAD, device, shapes=SHAPES)
     with pytest.raises(RunFailed, match="no plan"):  # a CPU has no other kernels
         session.allocate(2, 600)
-    device.kind = "cuda"
-    monkeypatch.setattr(cuda, "read_on_host", lambda *_: set())
+    device.kind, device.sm = "cuda", 90
+    monkeypatch.setattr(captured, "read_on_host", lambda *_: set())
+    del session
+    gc.collect()
+    still.clear()
     session = DeviceSession(b"", ONE_THREAD, device, shapes=SHAPES)
     session.allocate(2, 600)
     assert [note for note in session.notes if "without cuDNN" in note and "no plan" in note]
-    assert {shape[1] for shape in graphs[-1].shapes} == set(SHAPES)
+    [opened] = [graph for each in graphs if (graph := each()) is not None]
+    assert {shape[1] for shape in opened.shapes} == set(SHAPES)
+    assert still == [0, 0]  # the weights of one are gone before those of the other come
     assert "without cuDNN" in caplog.text

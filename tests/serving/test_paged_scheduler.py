@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -166,6 +167,26 @@ def ended(scheduler: PagedScheduler, samplings: Iterable[Sampling] = SAMPLINGS) 
     while scheduler.step():
         pass
     return answers
+
+
+def test_over_int8_blocks_a_piece_of_one_prompt_runs_alone_in_turns_with_those_that_decode(slots, session, monkeypatch):
+    """As it copies rows times the longest text in 16 bits; the answers stay."""
+    wanted = ended(PagedScheduler(session, session.allocate(4, CONTEXT), slots.samplers, EngineOptions(), chunk=16))
+    steps, begin = [], PagedSession.begin
+    monkeypatch.setattr(PagedSession, "reads_prompts_alone", True)
+
+    def watched(self, pieces, *rest):
+        steps.append([len(piece.tokens) for piece in pieces])
+        return begin(self, pieces, *rest)
+
+    monkeypatch.setattr(PagedSession, "begin", watched)
+    got = ended(PagedScheduler(session, session.allocate(4, CONTEXT), slots.samplers, EngineOptions(), chunk=16))
+    assert [(each.tokens, each.text, each.reason) for each in got] == [(e.tokens, e.text, e.reason) for e in wanted]
+    prompts = [i for i, tokens in enumerate(steps) if max(tokens) > 1]
+    assert all(len(steps[i]) == 1 for i in prompts)
+    between = [b - a for a, b in itertools.pairwise(prompts)]
+    assert 2 in between  # those that decode had a step
+    assert max(map(len, steps)) > 1
 
 
 def test_heads_give_the_texts_that_whole_rows_give(slots, session):
@@ -370,6 +391,7 @@ class Counter:
     """Stands for a decoder whose tokens nobody reads."""
 
     vocabulary, longest_step, notes, decodes_ahead, prompt_shapes = 4, None, (), False, ()
+    reads_prompts_alone = False
 
     class signature:  # noqa: N801
         no_reuse_reason = None

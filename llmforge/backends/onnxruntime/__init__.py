@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from llmforge.backends.record import ANY, CUDA_BINDINGS, BackendRecord, PagedBlocks, Provider, Use
+from llmforge.backends.record import (
+    ANY,
+    CUDA_BINDINGS,
+    BackendRecord,
+    PagedBlocks,
+    Provider,
+    SlowerProducts,
+    Use,
+)
 
 # FlashAttention, which reads blocks of the activations' dtype where they lie, begins with Ampere; of int8, XQA reads
 # multiples of 128 tokens (onnxruntime 1.31, paged_attention.cc).
@@ -65,6 +73,11 @@ BACKEND = BackendRecord(
             needs_device="an engine for ONNX Runtime's CUDA provider is verified on the GPU that runs it",
             ranks=True,
             paged=PAGED,
+            # cuobjdump -sass of the wheel: fpA_intB has HMMA.16816 alone for SM 90, as for SM 80, and no GMMA. A
+            # multiprocessor does 2,048 operations a clock so, and 4,096 by GMMA, which its data sheet counts.
+            slower_products={
+                "90": SlowerProducts(0.5, "the wheel multiplies quantized weights by SM80's instructions on SM90")
+            },
         ),
     ),
 )

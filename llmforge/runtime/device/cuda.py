@@ -5,11 +5,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
+import gc
 import importlib
 import math
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +21,54 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import EnvironmentLacks, RunFailed
+
+
+class _Frees:
+    """Frees what nobody holds any more, at once, or behind the captures that go on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a collection of garbage may begin within a call that holds it
+        self._captures = 0
+        self._later: list[Callable[[], object]] = []
+
+    def __call__(self, call: Callable[..., object], *arguments: Any) -> None:
+        with self._lock:
+            if self._captures:
+                self._later.append(functools.partial(call, *arguments))
+            else:
+                call(*arguments)
+
+    @contextlib.contextmanager
+    def later(self) -> Iterator[None]:
+        """Free nothing within the block."""
+        with self._lock:
+            self._captures += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._captures -= 1
+                while self._later and not self._captures:
+                    self._later.pop()()
+
+
+_free = _Frees()
+
+
+@contextlib.contextmanager
+def nothing_freed() -> Iterator[None]:
+    """Let buffers that nobody holds any more be freed behind the block, and collect no garbage within.
+
+    While a step is captured, CUDA forbids other threads to free memory: the capture would be lost.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with _free.later():
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def how_to_install(extra: str = "cuda") -> str:
@@ -180,7 +232,8 @@ class CudaDevice:
             )
         self._call((status, address), f"{size} bytes")
         buffer = Buffer(int(address), size)
-        weakref.finalize(buffer, _free, self._cuda, self.index, int(address)).atexit = False  # the process's end frees
+        finalizer = weakref.finalize(buffer, _free, _free_memory, self._cuda, self.index, int(address))
+        finalizer.atexit = False  # the process's end frees
         self._call(self._cuda.cudaMemsetAsync(buffer.address, 0, size, self._stream), "zeros")
         self.synchronize()
         return buffer
@@ -191,7 +244,7 @@ class CudaDevice:
         size = math.prod(shape) * np.dtype(dtype).itemsize
         address = int(self._call(self._cuda.cudaHostAlloc(max(size, 1), 0), f"{size} page-locked bytes"))
         memory = (ctypes.c_uint8 * size).from_address(address)
-        weakref.finalize(memory, self._cuda.cudaFreeHost, address).atexit = False
+        weakref.finalize(memory, _free, self._cuda.cudaFreeHost, address).atexit = False
         return np.ctypeslib.as_array(memory).view(dtype).reshape(shape)
 
     def write(self, buffer: Buffer, offset: int, values: NDArray[Any]) -> None:
@@ -264,11 +317,12 @@ class CudaDevice:
         self.synchronize()
         # Of this thread alone: what other threads do meanwhile does not spoil it.
         mode = cuda.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        self._call(cuda.cudaStreamBeginCapture(self._stream, mode), "a recording")
-        try:
-            run()
-        finally:
-            ended = cuda.cudaStreamEndCapture(self._stream)
+        with nothing_freed():
+            self._call(cuda.cudaStreamBeginCapture(self._stream, mode), "a recording")
+            try:
+                run()
+            finally:
+                ended = cuda.cudaStreamEndCapture(self._stream)
         captured = self._call(ended, "a recording")
         executable = self._call(cuda.cudaGraphInstantiate(captured, 0), "a recording")
         self._call(cuda.cudaGraphDestroy(captured), "a recording")
@@ -331,7 +385,7 @@ def _bindings(install: str) -> Any:
         ) from error
 
 
-def _free(cuda: Any, index: int, address: int) -> None:
+def _free_memory(cuda: Any, index: int, address: int) -> None:
     cuda.cudaSetDevice(index)
     cuda.cudaFree(address)
 

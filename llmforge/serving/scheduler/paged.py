@@ -9,7 +9,8 @@ As over slots, but for where tokens lie and what one step runs:
    last is preempted: its blocks are freed, and it goes back to the head of the queue with all its tokens and the state
    of its random numbers, to be read again like a prompt and to go on with the token that it would have had;
 3. one run of the decoder reads the last token of every sequence that decodes and, up to `step_tokens` in all, pieces
-   of what is not read yet, oldest first; at least a `chunk` of the oldest.
+   of what is not read yet, oldest first; at least a `chunk` of the oldest. Over int8 blocks, of which a step with a
+   prompt copies all its texts in 16 bits, a piece of one prompt runs alone, in turns with those that decode.
 
 Where the decoder gives top logits of rows (`interface.TopLogits`), tokens are sampled from them, and delivered while
 the next step runs, whatever it runs.
@@ -75,6 +76,7 @@ class PagedScheduler(Scheduler[PagedCache]):
         self._paged = backend
         self._pool = cache.pool
         self._shares = options.prefix_cache_bytes > 0
+        self._read_last = False  # whether the last step was a piece of a prompt alone
         if speculation is not None:
             self._notes += ("no speculation: drafts are not verified over a paged KV cache",)
         self._totals = self._figures.totals
@@ -164,16 +166,18 @@ class PagedScheduler(Scheduler[PagedCache]):
 
     def _plan(self) -> Iterator[tuple[Sequence, Piece]]:
         """Choose what the next step runs: one token of those that decode, then pieces of what is not read."""
-        unread = []
-        room = self._step_tokens
+        unread, decoding = [], []
         for sequence, table in self._tables.items():
             past = sequence.computed_tokens
             if len(sequence.tokens) - past == 1:
-                room -= 1
-                yield sequence, Piece(sequence.tokens[past:], past, table, wanted=True)
+                decoding.append((sequence, Piece(sequence.tokens[past:], past, table, wanted=True)))
             else:
                 unread.append((sequence, table))
-        least = self._chunk
+        if self._paged.reads_prompts_alone and unread:
+            self._read_last = not (decoding and self._read_last)
+            unread, decoding = (unread[:1], []) if self._read_last else ([], decoding)
+        yield from decoding
+        room, least = self._step_tokens - len(decoding), self._chunk
         for sequence, table in unread:
             past = sequence.computed_tokens
             count = min(len(sequence.tokens) - past, max(room, least))

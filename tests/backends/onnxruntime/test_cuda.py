@@ -527,3 +527,17 @@ def test_where_the_fast_product_does_not_run_the_engine_does_without(failure: Fo
 
     with pytest.raises(type(failure)):  # which is not the fast product's doing
         cuda.open_and_prove(tmp_path, config, never)
+
+
+def test_attention_that_fails_is_not_blamed_on_the_fast_product(tmp_path: Path) -> None:
+    config = configure(lower(prepared())[0])
+    entries = {**config.session.entries, cuda.FAST_ENTRY: "1"}
+    with_fast, opened = replace(config, session=replace(config.session, entries=entries)), []
+
+    def open_session(chosen: RuntimeConfig) -> DeviceSession:
+        opened.append(chosen)
+        raise RunFailed("Non-zero status code returned while running PagedAttention node. Name:'l0' no plan")
+
+    with pytest.raises(RunFailed, match="PagedAttention"):
+        cuda.open_and_prove(tmp_path, with_fast, open_session)
+    assert opened == [with_fast]

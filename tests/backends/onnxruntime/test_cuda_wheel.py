@@ -23,6 +23,7 @@ from llmforge import targets
 from llmforge.backends.engines import BuildRequest
 from llmforge.backends.onnxruntime.cuda import builder as cuda
 from llmforge.backends.onnxruntime.cuda import operators as cuda_operators
+from llmforge.backends.onnxruntime.cuda import topk
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir.operators import contrib
@@ -66,6 +67,8 @@ def script(name: str) -> ModuleType:
 
 cuda_wheel = script("cuda_wheel")
 cuda_attention_script = script("cuda_attention")
+cuda_launches = script("cuda_launches")
+TOPK = ("RadixTopK", "FindPartitionTopK")  # one block a row; the fast kernels
 
 
 @pytest.fixture(scope="session")
@@ -288,3 +291,55 @@ def test_engines_load_and_are_captured(
     if any(True for _ in cuda_attention.of(lowered)):
         cuda_attention.check(prefill, lowered, sm, decode=False)
         cuda_attention.check(decode, lowered, sm, decode=True)
+
+
+def test_the_largest_logits_have_the_fast_kernels_as_long_as_their_rows_are_on_the_device_at_once(wheel: Path) -> None:
+    """What `cuda.topk` says of the wheel, at its borders, and that slices keep it; empty ones launch nothing."""
+    cases = []
+    for name in ("h100-sxm", "l4", "t4"):
+        gpu = targets.load(name).require_gpu()
+        about = {"sm": int(gpu.sm), "processors": gpu.multiprocessors}
+        for vocabulary in (32_000, 128_256, 151_936, 262_144):
+            held = topk.rows_at_once(vocabulary, int(gpu.sm), gpu.multiprocessors)
+            cases += [
+                {**about, "vocabulary": vocabulary, "rows": rows, "slices": slices}
+                for rows, slices in ((held, []), (held + 1, []), (held + 1, [held]), (1, [held]))
+            ]
+    found = cuda_launches.topk(wheel, cases)
+    for case, launches in zip(cases, found, strict=True):
+        counts = {kernel: sum(n for name, (n, _) in launches.items() if kernel in name) for kernel in TOPK}
+        slow = not case["slices"] and case["rows"] > topk.rows_at_once(
+            case["vocabulary"], case["sm"], case["processors"]
+        )
+        runs = 1 + (bool(case["slices"]) and case["rows"] > case["slices"][0])
+        assert counts == (
+            {"RadixTopK": 1, "FindPartitionTopK": 0} if slow else {"RadixTopK": 0, "FindPartitionTopK": runs}
+        )
+
+
+@pytest.mark.parametrize("sm", [75, 80, 86, 89, 90, 120])
+def test_what_merges_partitions_takes_of_a_multiprocessor_what_is_said(wheel: Path, sm: int) -> None:
+    usage = cuda_launches.usage(wheel, sm)
+    place = list(topk._MULTIPROCESSORS).index(sm)
+    two = {32: "8ELi4ELi1E", 64: "8ELi8ELi1E", 128: "8ELi8ELi2E", 256: "8ELi8ELi4E"}
+    for most, factors in ({4: "4ELi1ELi1E", 8: "8ELi1ELi1E", 16: "16ELi1ELi1E"} | two).items():
+        merge = topk._MERGES[most]
+        [(registers, shared)] = [
+            each for name, each in usage.items() if f"CooperativeReduceILi256ELi256ELi{factors}" in name
+        ]
+        assert registers == merge.registers[place]
+        assert shared - (1024 if sm >= 90 else 0) == merge.shared_bytes
+
+
+@pytest.mark.parametrize(("kv_cache", "launches"), [("paged", 136), ("slots", 119)])
+def test_a_decode_step_launches_as_many_kernels_as_is_said(
+    wheel: Path, kv_cache: str, launches: int, tmp_path: Path
+) -> None:
+    """Of the sample: what docs/cuda.md counts, besides cuBLAS's products."""
+    script("cuda_session").write_engine(tmp_path / "engine", kv_cache)
+    steps = cuda_launches.step(wheel, tmp_path / "engine", 90, 132)
+    assert [step["rows"] for step in steps] == [8, 4, 2, 1]
+    counts = {sum(count for count, _ in step["launches"].values()) for step in steps}
+    assert counts == {launches}
+    said = (BENCHMARKS.parent / "docs" / "cuda.md").read_text(encoding="utf-8")
+    assert "launches 136 kernels for 6 layers, over slots 119" in said

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
+import onnxruntime
 import pytest
 
 from llmforge import targets
@@ -17,9 +20,10 @@ from llmforge.backends.engines import BuildRequest
 from llmforge.backends.onnxruntime.cuda import builder as cuda
 from llmforge.backends.onnxruntime.cuda import graphs as cuda_graphs
 from llmforge.backends.onnxruntime.cuda import operators as cuda_operators
+from llmforge.backends.onnxruntime.cuda import paged as cuda_paged
 from llmforge.backends.onnxruntime.cuda.paged import PagedSession, Piece
 from llmforge.backends.onnxruntime.session import Session
-from llmforge.base.errors import InputError, UnsupportedError
+from llmforge.base.errors import InputError, RunFailed, UnsupportedError
 from llmforge.compile.stages import engine as engine_stage
 from llmforge.ir import dialect, graph, interface, paged
 from llmforge.ir.operators import contrib
@@ -259,10 +263,10 @@ def test_a_pool_is_no_larger_than_what_the_device_has_free(monkeypatch: pytest.M
     assert session.notes == ("a KV cache of 9 blocks instead of 12: 0.0 GB of the device were free",)
 
 
-def test_room_is_left_for_what_steps_with_prompts_gather_of_int8_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_left_for_what_a_step_with_a_prompt_gathers_of_int8_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     lowered, _ = cuda.lower(prepared(QuantizeKvCache(BUDGET)), H100, SPEC)
     channels = FORM.kv_heads * FORM.head_dim
-    gathered = 2 * 2 * SPEC.max_batch * SPEC.max_context * channels  # keys and values of one layer in 16 bits
+    gathered = 2 * 2 * SPEC.max_context * channels  # keys and values of one layer and one text in 16 bits
     plain, _ = cuda.lower(prepared(), H100, SPEC)
     off = GraphPlan("off", ())
     wanted, without = (cuda_graphs.memory(model, SPEC, off).activations for model in (lowered, plain))
@@ -270,9 +274,23 @@ def test_room_is_left_for_what_steps_with_prompts_gather_of_int8_blocks(monkeypa
     model = decoder(int8_cache=True)
     paged_attention.lower(model, BLOCK)
     session = session_of(model)
-    free = (10 * session.block_bytes + 2 * 2 * 4 * 96 * 2 * 16) / 0.9
+    free = (10 * session.block_bytes + 2 * 2 * 96 * 2 * 16) / 0.9
     monkeypatch.setattr(HostDevice, "memory", lambda self: (int(free) + 1, 1 << 30))
     assert session.allocate(4, 96).pool.blocks == 9
+
+
+def test_over_int8_blocks_prompts_of_several_rows_run_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = decoder(int8_cache=True)
+    paged_attention.lower(model, BLOCK)
+    session, ran = session_of(model), []
+    prepare = session._prepare
+    monkeypatch.setattr(session, "_prepare", lambda pieces, *rest: ran.append(len(pieces)) or prepare(pieces, *rest))
+    step = StepInputs(np.arange(12).reshape(2, 6), np.zeros(2, np.int32), np.array([-1, 2]))
+    got = session.step(step, session.allocate(2, 96))
+    assert ran == [1, 1]
+    for row in (0, 1):
+        alone = StepInputs(step.ids[row : row + 1], step.past_lengths[:1], step.rows)
+        np.testing.assert_array_equal(got[row : row + 1], session.step(alone, session.allocate(1, 96)))
 
 
 def test_attention_is_told_how_long_the_longest_text_is_at_least() -> None:
@@ -310,7 +328,7 @@ def test_steps_that_are_not_captured_have_few_bounds() -> None:
 def test_on_a_device_prompts_of_each_power_of_two_run_once_before_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder()
     paged_attention.lower(model, BLOCK)
-    session = session_of(model)
+    session = session_of(model, buckets=(1, 2))
     ran = []
     prepare = session._prepare
     monkeypatch.setattr(
@@ -320,8 +338,77 @@ def test_on_a_device_prompts_of_each_power_of_two_run_once_before_any_request(mo
     assert ran == []  # the host times nothing
     monkeypatch.setattr(HostDevice, "memory", lambda self: (1 << 30, 1 << 30))
     cache = session.allocate(2, 96)
-    assert ran == [64, 32, 16, 8, 4, 2, 1]
+    assert ran == [64, 32, 16, 8, 4, 2, 1, 1, 1]  # and decode steps of each bucket, which cuDNN may refuse
     assert cache.pool.available == cache.pool.blocks
+
+
+class Gpu(HostDevice):
+    """The host's memory, under the capability of a GPU."""
+
+    sm = 90
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 30, 1 << 30
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[tuple[str | None, int]]]:
+    """Let decode steps of sessions that may use cuDNN fail in an operator; give what was opened.
+
+    For each session: which attention it was told to use, and how many others there were still.
+    """
+
+    def fail(operator: str) -> list[tuple[str | None, int]]:
+        opened: list[tuple[str | None, int]] = []
+        sessions: list[weakref.ref[Any]] = []
+        open_on, run_bound = cuda_paged.open_on, cuda_paged.run_bound
+
+        def watched(device: Any, model: Any, config: Any, options: Any, *rest: Any, **named: Any) -> Any:
+            session = open_on(device, model, config, options, *rest, **named)
+            opened.append((options.get("sdpa_kernel"), sum(each() is not None for each in sessions)))
+            sessions.append(weakref.ref(session))
+            return session
+
+        def run(session: Any, binding: Any, options: Any) -> None:
+            if opened[-1][0] is None and session.runs == 7:  # behind the prompts
+                raise RunFailed(f"status code returned while running {operator} node. Name:'x' Status Message: no plan")
+            session.runs += 1
+            run_bound(session, binding, options)
+
+        monkeypatch.setattr(onnxruntime.InferenceSession, "runs", 0, raising=False)
+        monkeypatch.setattr(cuda_paged, "open_on", watched)
+        monkeypatch.setattr(cuda_paged, "run_bound", run)
+        return opened
+
+    return fail
+
+
+def test_over_blocks_too_attention_that_fails_runs_without_cudnn(
+    failing: Callable[[str], list[tuple[str | None, int]]],
+) -> None:
+    opened, model = failing("PagedAttention"), decoder()
+    paged_attention.lower(model, BLOCK)
+    plain = session_of(model, provider_options={"sdpa_kernel": "1"})
+    opened.clear()
+    serialized = ir.to_proto(paged.expand(model)).SerializeToString()
+    session = PagedSession(serialized, SessionConfig(1, optimize=False), Gpu(), blocks=12, buckets=(1, 2))
+    cache, other = session.allocate(2, 96), plain.allocate(2, 96)
+    assert opened == [(None, 1), ("1", 1)]  # the plain one is there; of two sessions the first ends first
+    [note] = [note for note in session.notes if "without cuDNN" in note]
+    assert "no plan" in note
+    step = StepInputs(np.array([[3, 4, 5]]), np.zeros(1, np.int32))
+    wanted, got = plain.step(step, other.rows(0, 1)), session.step(step, cache.rows(0, 1))
+    np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_product_that_fails_is_not_attentions_fault(failing: Callable[[str], list[tuple[str | None, int]]]) -> None:
+    opened, model = failing("MatMulNBits"), decoder()
+    paged_attention.lower(model, BLOCK)
+    serialized = ir.to_proto(paged.expand(model)).SerializeToString()
+    session = PagedSession(serialized, SessionConfig(1, optimize=False), Gpu(), blocks=12, buckets=(1, 2))
+    with pytest.raises(RunFailed, match="while running MatMulNBits node"):
+        session.allocate(2, 96)
+    assert [options for options, _ in opened] == [None]
 
 
 def test_a_graph_over_rows_is_no_engine_over_blocks() -> None:

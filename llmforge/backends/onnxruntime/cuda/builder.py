@@ -23,6 +23,8 @@ from llmforge.backends.onnxruntime import builder as standard
 from llmforge.backends.onnxruntime.cuda import graphs as cuda_graphs
 from llmforge.backends.onnxruntime.cuda import operators as cuda_collectives
 from llmforge.backends.onnxruntime.cuda import operators as cuda_operators
+from llmforge.backends.onnxruntime.cuda import topk
+from llmforge.backends.onnxruntime.cuda.captured import failed_operator
 from llmforge.backends.ranks import session as rank_session
 from llmforge.backends.ranks.session import RankSession
 from llmforge.base.errors import UnsupportedError, VerificationError
@@ -97,7 +99,9 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     changes.rewritten += cuda_operators.widen(lowered)
     if reason is not None:
         changes.rewritten += _choose_rows(lowered)
-    changes.rewritten.append(topk_outputs.add_topk_outputs(lowered))
+    rows, vocabulary = max(cuda_graphs.decode_batches(spec)), graph.width(graph.output_named(lowered, interface.LOGITS))
+    slices = topk.slices(rows, vocabulary, sm, target.require_gpu().multiprocessors)
+    changes.rewritten.append(topk_outputs.add_topk_outputs(lowered, slices))
     if all(value.name != interface.INPUTS_EMBEDS for value in lowered.graph.inputs):
         changes.rewritten.append(next_ids.feed_back(lowered))  # else a negative id stands for an embedding
     changes.skipped += [Skipped(str(node.name), reason) for node, reason in cuda_operators.slower(lowered)]
@@ -254,7 +258,7 @@ def open_and_prove(
     """Open an engine and prove it; where its fast products do not run, without them, which `runtime.json` then says.
 
     Not every number of rows has a tactic on every device (onnxruntime#29691), and once weights lie in the order of the
-    fast product there is no other way for them: it is all or none.
+    fast product there is no other way for them: it is all or none. A failure of another operator is not theirs.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses the engine, or fails to run it.
@@ -263,7 +267,8 @@ def open_and_prove(
     try:
         return config, _proven(open_session(config), config)
     except (UnsupportedError, VerificationError) as error:
-        if FAST_ENTRY not in config.session.entries:
+        products = (None, contrib.MatMulNBits.op_type)
+        if FAST_ENTRY not in config.session.entries or failed_operator(error) not in products:
             raise
         reason = error.message
     own = {FAST_ENTRY, FAST_ROWS_ENTRY, FUSIONS_ENTRY}

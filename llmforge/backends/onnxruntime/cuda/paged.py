@@ -20,14 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.backends.onnxruntime.cuda.session import (
-    DECODE_BYTES,
-    EAGER,
-    Binding,
-    CapturedSession,
-    open_on,
-    run_options,
-)
+from llmforge.backends.onnxruntime.cuda.captured import EAGER, CapturedSession
+from llmforge.backends.onnxruntime.cuda.session import DECODE_BYTES, Binding, open_on, run_options
 from llmforge.backends.onnxruntime.session import run_bound
 from llmforge.base.errors import InputError, RunFailed, UsageError
 from llmforge.ir import interface
@@ -173,12 +167,12 @@ class PagedSession(CapturedSession[PagedCache]):
         buckets: Sequence[int] = (),
         graphs: GraphPlan | None = None,
     ) -> None:
-        super().__init__(device, buckets, graphs)
+        super().__init__(device, buckets, graphs, provider_options)
         self.blocks = blocks
         where = str(model) if isinstance(model, Path) else "the model in memory"
         captured = bool(self._captures)
-        options = provider_options or {}
-        self._session = self._on_thread(lambda: open_on(device, model, config, options, where, graphs=captured))
+        self._opens = lambda: open_on(device, model, config, self._options, where, graphs=captured)
+        self._session = self._on_thread(self._opens)
         inputs = [*self._session.get_inputs(), *self._session.get_overridable_initializers()]
         self.signature = Signature.of(inputs, self._session.get_outputs(), where)
         if self.signature.block_size is None or self.signature.gives_all_rows:
@@ -186,7 +180,7 @@ class PagedSession(CapturedSession[PagedCache]):
         self.block_size = self.signature.block_size
         self._prepare_buffers(interface.ATTENTION_METADATA, where)
         self._decode_inputs: InputBuffers | None = None  # sized by the table of the first cache
-        self._bindings: weakref.WeakKeyDictionary[CacheMemory, Binding] = weakref.WeakKeyDictionary()
+        self._bindings = weakref.WeakKeyDictionary()
         self._fewer: tuple[str, ...] = ()  # what `allocate` has to say of its pool
 
     def allocate(self, batch: int, capacity: int) -> PagedCache:
@@ -198,14 +192,14 @@ class PagedSession(CapturedSession[PagedCache]):
         Raises:
             EnvironmentLacks: the device has no room for those.
             VerificationError: a step that must be captured is not.
-            RunFailed: a step that reads a prompt fails.
+            RunFailed: a step that reads a prompt or decodes fails, with flash attention alone, too.
         """
         if batch < 1 or capacity < 1:
             raise ValueError(f"a cache of {batch} rows of {capacity} tokens")
         of_a_row = -(-capacity // self.block_size)
         planned = max(of_a_row, min(self.blocks, batch * of_a_row))
         free, total = self.device.memory()
-        room = int(free * FREE_PART) - self._gathered_bytes(batch, capacity)
+        room = int(free * FREE_PART) - self._gathered_bytes(capacity)
         fitting = room // self.block_bytes - 1 if total else planned
         pool = BlockPool(max(of_a_row, min(planned, fitting)), self.block_size)
         self._fewer = (
@@ -214,23 +208,39 @@ class PagedSession(CapturedSession[PagedCache]):
             else ()
         )
         cache = PagedCache(batch, capacity, self._store(pool.blocks + 1), pool, [None] * batch)
-        if total:
-            self._on_thread(lambda: self._warm(cache))
-        if self._captures and all(c.batch <= batch and c.length <= capacity for c in self._captures):
-            self._on_thread(lambda: self._capture(cache))
+
+        def prepare() -> None:
+            if total:
+                self._warm(cache)
+            if self._captures_fit(batch, capacity):
+                self._capture(cache)
+
+        self._run_or_without_cudnn(lambda: self._on_thread(prepare))
         return cache
 
     def _warm(self, cache: PagedCache) -> None:
-        """Read a prompt of each power of two of tokens, so that no request waits for what is chosen by that.
+        """Read a prompt of each power of two of tokens, and decode in each bucket: no request waits for what is chosen.
 
-        Products time their tactics in the first step of each (fpA_intB, QMoE): other steps need no padding.
+        Products time their tactics in the first step of each number of tokens (fpA_intB, QMoE): other steps need no
+        padding. From SM 90 on cuDNN decodes, and refuses a shape when it comes.
         """
         table, out = cache.pool.open(()), np.empty((1, self.vocabulary), np.float32)
         cache.pool.grow(table, 0, cache.capacity)
         longest = 1 << (PREFILL_CHUNK + cache.batch - 1).bit_length()  # of prompts, and of rows that decode beside them
         for tokens in (1 << i for i in reversed(range(min(longest, cache.capacity).bit_length()))):
             self._execute(cache, self._prepare([Piece([0] * tokens, 0, table, wanted=True)], cache), out)
+        for rows in self.buckets:
+            piece = Piece([0], cache.capacity - 1, table, wanted=True)
+            self._execute(cache, self._prepare([piece] * rows, cache), np.empty((rows, self.vocabulary), np.float32))
         cache.pool.close(table)
+
+    @property
+    def reads_prompts_alone(self) -> bool:
+        """Whether a step that reads a prompt had better hold one text alone.
+
+        Of int8 blocks such a step copies its rows times its longest text in 16 bits, a layer at a time.
+        """
+        return any(cache.dtype == "int8" for cache in self.signature.caches)
 
     @property
     def block_bytes(self) -> int:
@@ -238,10 +248,10 @@ class PagedSession(CapturedSession[PagedCache]):
         token = sum(c.kv_heads * c.head_dim * ELEMENTS[c.dtype].size_bytes for c in self.signature.caches)
         return token * self.block_size
 
-    def _gathered_bytes(self, batch: int, capacity: int) -> int:
-        """Size of what a step with prompts gathers of int8 blocks, in 16 bits (engines.cuda_graphs.gathered_bytes)."""
+    def _gathered_bytes(self, capacity: int) -> int:
+        """Size of what a step with a prompt gathers of int8 blocks, in 16 bits (`cuda.graphs.gathered_bytes`)."""
         channels = [c.kv_heads * c.head_dim for c in self.signature.caches if c.dtype == "int8"]
-        return 2 * 2 * batch * capacity * max(channels, default=0)
+        return 2 * 2 * capacity * max(channels, default=0)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -333,7 +343,12 @@ class PagedSession(CapturedSession[PagedCache]):
         rows = np.array([-1]) if inputs.rows is None else inputs.rows
         chosen = (np.arange(len(pieces))[:, None] * tokens + np.where(rows < 0, rows + tokens, rows)).reshape(-1)
         self._guessed_rows = 0
-        self._on_thread(lambda: self._execute(cache, self._prepare(pieces, cache, chosen), out))
+        if not self.reads_prompts_alone or tokens == 1:
+            self._on_thread(lambda: self._execute(cache, self._prepare(pieces, cache, chosen), out))
+            return
+        for b, piece in enumerate(pieces):
+            alone, own = chosen.reshape(len(pieces), -1)[b] - b * tokens, out[b]
+            self._on_thread(lambda: self._execute(cache, self._prepare([piece], cache, alone), own))  # noqa: B023
 
     def _run(self, inputs: StepInputs, cache: PagedCache, out: NDArray[np.float32]) -> None:
         self._run_together(inputs, cache, out)
@@ -435,9 +450,10 @@ class PagedSession(CapturedSession[PagedCache]):
 
     def _binding(self, cache: PagedCache) -> Binding:
         memory = cache.store.memory
-        if memory not in self._bindings:
-            self._bindings[memory] = Binding(self._session, self.device, cache.store)
-        return self._bindings[memory]
+        found: Binding | None = self._bindings.get(memory)
+        if found is None:
+            found = self._bindings[memory] = Binding(self._session, self.device, cache.store)
+        return found
 
     def _launch(self, binding: Binding, step: _Step) -> None:
         """Send the graph to the device, after its inputs."""

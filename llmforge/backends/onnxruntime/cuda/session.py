@@ -24,17 +24,16 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
 from llmforge import native
-from llmforge.backends.onnxruntime.cuda.decode_runs import DecodeRuns
+from llmforge.backends.onnxruntime.cuda.captured import EAGER, CapturedSession
 from llmforge.backends.onnxruntime.session import open_graph, run_bound, session_options
 from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
 from llmforge.ir import interface
@@ -42,13 +41,13 @@ from llmforge.ir.interface import Draw
 from llmforge.native import nccl
 from llmforge.runtime.config import Capture, GraphPlan, RuntimeConfig, SessionConfig
 from llmforge.runtime.device import cache as device_cache
-from llmforge.runtime.device.backend import INPUT_BYTES, LOGIT_BYTES, DeviceDecoder
-from llmforge.runtime.device.cache import CacheMemory, DeviceCache
+from llmforge.runtime.device.backend import LOGIT_BYTES
+from llmforge.runtime.device.cache import DeviceCache
 from llmforge.runtime.device.cuda import Buffer, Device, how_to_install
 from llmforge.runtime.device.graph_capture import ONE, CaptureProbe, probe_inputs
-from llmforge.runtime.device.inputs import BoundInput, InputBuffers
+from llmforge.runtime.device.inputs import BoundInput
 from llmforge.runtime.device.top_logits import TopLogitsBuffers
-from llmforge.runtime.interface import C, DecodeRun, StepInputs
+from llmforge.runtime.interface import DecodeRun, StepInputs
 from llmforge.runtime.prefill_shapes import SHAPES, pieces, together
 from llmforge.runtime.signature import Signature
 
@@ -57,103 +56,9 @@ logger = logging.getLogger(__name__)
 
 PROVIDERS = {"cuda": "CUDAExecutionProvider", "cpu": "CPUExecutionProvider"}
 FLOAT = 1  # TensorProto.DataType of logits
-# Provider option: which attention kernels may run, as a sum: 1 flash, 2 memory-efficient, 8 cuDNN, 16 unfused.
-_SDPA_KERNEL, _FLASH = "sdpa_kernel", "1"
 WARM_S = 30.0  # that prefills of all shapes may take at load, before a warning says that they took longer
 # Of an input of a decode step, for each row, at most: `interface.Draw` in fp32.
 DECODE_BYTES = 4 * len(Draw._fields)
-EAGER = -1  # the `gpu_graph_id` of steps that are no CUDA graph
-
-
-class CapturedSession(DeviceDecoder[C], Generic[C]):
-    """A decoder in ONNX Runtime whose decode steps may be captured: one thread makes all runs, and finds their graphs.
-
-    A subclass opens `_session`.
-    """
-
-    _session: Any
-
-    def __init__(self, device: Device, buckets: Sequence[int], graphs: GraphPlan | None) -> None:
-        self.device = device
-        self.buckets = tuple(buckets)
-        self._top_logits: TopLogitsBuffers | None = None
-        self._runs: DecodeRuns | None = None
-        self._captures = () if graphs is None or graphs.mode == "off" else graphs.captures
-        self._graphs_required = graphs is not None and graphs.mode == "require"
-        # One thread makes all runs, for CUDA graphs belong to the thread that captured them.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"llmforge-{device.kind}")
-        self._graphs: weakref.WeakKeyDictionary[CacheMemory, dict[int, list[tuple[int, int]]]]
-        self._graphs = weakref.WeakKeyDictionary()  # batch → (length, id), ascending
-        self._guessed_rows = 0  # of the step begun last, whose guesses the next one may take
-        self._last_id = 0  # none is used twice: a graph outlives the cache that it was captured over
-
-    def _prepare_buffers(self, read_on_hosts: str, where: str) -> None:
-        """Make room for inputs and logits of steps, as the signature says; `read_on_hosts` is so on any device."""
-        signature = self.signature
-        fixed = {*signature.cache_types, interface.CHOSEN_IDS}
-        self._input_names = tuple(name for name in signature.inputs if name not in fixed)
-        self._host_inputs = self._find_host_inputs(self._input_names, read_on_hosts, where)
-        self._most_rows = most = max((1, *self.buckets, *(capture.batch for capture in self._captures)))
-        self._inputs = self._input_buffers(INPUT_BYTES)  # of steps that do not decode; grows
-        self._decode_logits = self.device.allocate(most * self.vocabulary * LOGIT_BYTES)
-        self._logits = self.device.allocate(self.vocabulary * LOGIT_BYTES)  # of others; grows
-        if signature.gives_top_logits:
-            self._top_logits = TopLogitsBuffers(self.device, most, self.vocabulary, guesses=signature.gives_next_ids)
-            self._runs = DecodeRuns(self.device, self._thread, self._top_logits, self._decode_logits)
-
-    def _input_buffers(self, each_bytes: int, sets: int = 1) -> InputBuffers:
-        return InputBuffers(self.device, self._input_names, self._host_inputs, each_bytes, sets=sets)
-
-    @property
-    def decodes_ahead(self) -> bool:
-        """Whether the graph gives top logits."""
-        return self._top_logits is not None
-
-    @property
-    def guesses_tokens(self) -> bool:
-        """Whether the graph guesses tokens, too."""
-        return self.signature.gives_next_ids
-
-    def _on_thread(self, work: Callable[[], T]) -> T:
-        return self._thread.submit(work).result()
-
-    def _require_guesses(self, ids: NDArray[np.int64]) -> None:
-        """Return if the step before has guessed what negative `ids` take."""
-        row = -1 - int(ids.min())
-        if row >= self._guessed_rows:
-            raise ValueError(f"an id takes the guess of row {row}, of a step before of {self._guessed_rows}")
-
-    def _find_host_inputs(self, names: Sequence[str], always: str, where: str) -> set[str]:
-        """Name those of `names` that are read on the host, `always` on any device.
-
-        Raises:
-            UnsupportedError: a captured step would keep the first value of one.
-        """
-        found = read_on_host(self._session, self.device, always) & set(names)
-        if self._captures and (frozen := found - {always, interface.LOGITS_ROWS}):
-            raise UnsupportedError(
-                f"{where}: {', '.join(sorted(frozen))} is read on the host: a recorded step would keep its first value",
-                hint="engine.cuda_graphs: off",
-            )
-        return found
-
-    def _graph_of(self, memory: CacheMemory, batch: int, longest: int) -> tuple[int | None, int]:
-        """Find the CUDA graph of `batch` rows for texts of up to `longest` tokens: its length and id."""
-        for length, graph_id in self._graphs.get(memory, {}).get(batch, ()):
-            if longest <= length:
-                return length, graph_id
-        return None, EAGER
-
-    def _capture_all(self, memory: CacheMemory, probe_of: Callable[[Capture, int], CaptureProbe]) -> None:
-        """Capture the planned steps over `memory`, in the order of the plan, and verify each by its probe."""
-        graphs: dict[int, list[tuple[int, int]]] = {}
-        self.capture_results = ()
-        for capture in self._captures:
-            graph_id = self._last_id + capture.id
-            if self._verify_capture(capture, probe_of(capture, graph_id)).reason is None:
-                graphs.setdefault(capture.batch, []).append((capture.length, graph_id))
-        self._last_id += max(capture.id for capture in self._captures)
-        self._graphs[memory] = {batch: sorted(found) for batch, found in graphs.items()}
 
 
 class DeviceSession(CapturedSession[DeviceCache]):
@@ -187,15 +92,11 @@ class DeviceSession(CapturedSession[DeviceCache]):
         graphs: GraphPlan | None = None,
         shapes: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(device, buckets, graphs)
+        super().__init__(device, buckets, graphs, provider_options)
         self._shapes = shapes
         self.longest_step = max(shapes, default=None)
-        self._without_cudnn: str | None = None  # why
-        self._options = dict(provider_options or {})
         where = str(model) if isinstance(model, Path) else "the model in memory"
-        self._opens: Callable[[], Any] = lambda: open_on(
-            device, model, config, self._options, where, graphs=bool(self._captures)
-        )
+        self._opens = lambda: open_on(device, model, config, self._options, where, graphs=bool(self._captures))
         self._session = self._on_thread(self._opens)
         inputs = [*self._session.get_inputs(), *self._session.get_overridable_initializers()]
         self.signature = signature = Signature.of(inputs, self._session.get_outputs(), where)
@@ -207,8 +108,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
         if self._pads and signature.chooses_by_row:
             self.prompt_shapes = tuple(shape for shape in together(shapes) if shape[0] <= self._most_rows)
         self._decode_inputs = self._input_buffers(self._most_rows * DECODE_BYTES, sets=2)
-        self._bindings: weakref.WeakKeyDictionary[CacheMemory, dict[tuple[int, int], Binding]]
-        self._bindings = weakref.WeakKeyDictionary()
+        self._bindings = weakref.WeakKeyDictionary()  # by first row and number of rows
 
     def allocate(self, batch: int, capacity: int) -> DeviceCache:
         """Reserve caches for `batch` sequences of at most `capacity` tokens, and capture steps over those that fit.
@@ -219,17 +119,15 @@ class DeviceSession(CapturedSession[DeviceCache]):
             RunFailed: a prefill of one of the shapes fails, with flash attention alone, too.
         """
         cache = device_cache.allocate(self.device, self.signature, batch, capacity)
-        if self._pads:
-            self._warm(cache)
-        if self._captures and all(c.batch <= batch and c.length <= capacity for c in self._captures):
-            self._on_thread(lambda: self._capture(cache))
-        return cache
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Which steps are not captured though they were planned to be, and what attention goes without; and why."""
-        without = () if self._without_cudnn is None else (f"attention runs without cuDNN: {self._without_cudnn}",)
-        return (*super().notes, *without)
+        def prepare() -> None:
+            if self._pads:
+                self._warm(cache)
+            if self._captures_fit(batch, capacity):
+                self._on_thread(lambda: self._capture(cache))
+
+        self._run_or_without_cudnn(prepare)
+        return cache
 
     @property
     def _pads(self) -> bool:
@@ -239,18 +137,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
     def _warm(self, cache: DeviceCache) -> None:
         """Run a step of each shape, so that none waits for its kernels while somebody waits for it."""
         start = time.perf_counter()
-        try:
-            self._run_shapes(cache)
-        except RunFailed as error:
-            if _SDPA_KERNEL in self._options or self.device.kind != "cuda":
-                raise
-            self._options[_SDPA_KERNEL] = _FLASH
-            self._without_cudnn = error.message
-            logger.warning("%s", self.notes[-1])
-            self._bindings.clear()
-            self._graphs.clear()
-            self._session = self._on_thread(self._opens)
-            self._run_shapes(cache)
+        self._run_shapes(cache)
         seconds = time.perf_counter() - start
         level = logging.WARNING if seconds > WARM_S else logging.INFO
         named = [*map(str, self._shapes), *(f"{rows} x {tokens}" for rows, tokens in self.prompt_shapes)]
@@ -381,7 +268,7 @@ class DeviceSession(CapturedSession[DeviceCache]):
             self._logits = self.device.allocate(size)
 
     def _binding(self, cache: DeviceCache) -> Binding:
-        bindings = self._bindings.setdefault(cache.memory, {})
+        bindings: dict[tuple[int, int], Binding] = self._bindings.setdefault(cache.memory, {})
         key = (cache.start, cache.batch)
         if key not in bindings:
             bindings[key] = self._new_binding(cache)
@@ -484,18 +371,6 @@ def open_on(
             hint=f"its libraries must match the driver: {how_to_install()}",
         )
     return session
-
-
-def read_on_host(session: Any, device: Device, always: str) -> set[str]:
-    """Name the inputs whose values are read on the host, wherever the graph runs.
-
-    ONNX Runtime copies an input that is bound elsewhere than it is read, once, and never looks at it again. On a CPU,
-    where all are, they are those that a GPU's kernels read there: `always`.
-    """
-    if device.kind == "cpu":
-        return {always}
-    infos = zip(session.get_inputs(), session.get_input_memory_infos(), strict=True)
-    return {value.name for value, info in infos if info.name == "Cpu"}
 
 
 class Binding:
