@@ -38,7 +38,7 @@ from llmforge.backends import signatures
 from llmforge.backends.compressed_tensors import servers
 from llmforge.backends.compressed_tensors.servers import FormatName
 from llmforge.backends.engines import BuildRequest, BuiltEngine
-from llmforge.backends.exported_parameters import Blocks, ChannelMatrix, Exported, Quantized
+from llmforge.backends.exported_parameters import Blocks, ChannelMatrix, Exported, KernelBlocks, Quantized
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import CONFIG, Checkpoint
 from llmforge.checkpoint.folder import CHAT_TEMPLATE, GENERATION_CONFIG
@@ -163,6 +163,11 @@ def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
     if not tensor.endswith(".weight"):
         raise UnsupportedError(
             f"{tensor} is not the weight of a linear layer", hint=f"exclude it: `exclude: [{tensor}]`"
+        )
+    if isinstance(matrix, KernelBlocks):
+        raise UnsupportedError(
+            f"{tensor}: compressed-tensors has no format with {matrix.grid.format.name}",
+            hint="set `bits: 4` or `bits: 8` and `scales: fp16` in quantize-weights",
         )
     if isinstance(matrix, Blocks):
         if matrix.table or tensor == f"{_HEAD}.weight":
