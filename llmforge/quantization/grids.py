@@ -385,8 +385,8 @@ def split(scales: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.int8], ND
     round_super = bf16 if grid.scale == "int8" else _fp16
     for most in range(grid.largest_scale, 0, -1):  # the largest code: all, or less where it was fitted again
         tried = largest / np.float32(most)
-        codes = by_super / np.where(tried == 0, np.float32(1), tried)
-        fits = (round_super(tried) == tried) & (np.rint(codes) == codes).all(-1, keepdims=True)
+        shares = by_super / np.where(tried == 0, np.float32(1), tried)
+        fits = (round_super(tried) == tried) & (np.rint(shares) == shares).all(-1, keepdims=True)
         supers = np.where((supers == 0) & fits, tried, supers)
         if supers.all():
             break
