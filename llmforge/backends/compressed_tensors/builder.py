@@ -293,6 +293,7 @@ def layout(tensor: str, matrix: Quantized) -> list[StoredTensor]:
             StoredTensor(f"{layer}.weight_scale", "F32", (matrix.n, 1)),
         ]
         return parts if matrix.input_scale is None else [*parts, StoredTensor(f"{layer}.input_scale", "F32", (1,))]
+    assert isinstance(matrix, Blocks)
     blocks, a_word = matrix.k // matrix.block_size, WORD_BITS // matrix.bits
     parts = [
         StoredTensor(f"{layer}.weight_packed", "I32", (matrix.n, matrix.k // a_word)),
@@ -415,6 +416,7 @@ def _write(stream: BinaryIO, places: Mapping[str, int], tensor: str, matrix: Qua
         if matrix.input_scale is not None:
             put(f"{layer}.input_scale", graph.tensor(matrix.input_scale).numpy().reshape(1))
     else:
+        assert isinstance(matrix, Blocks)
         read = matrix.read()
         put(f"{layer}.weight_packed", _words(read.codes, matrix.bits))
         put(f"{layer}.weight_scale", read.scales.astype(np.float16))
