@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from llmforge.backends import signatures
 from llmforge.backends.engines import BuildRequest, BuiltEngine
-from llmforge.backends.exported_parameters import Blocks, ChannelMatrix, Exported, Quantized
+from llmforge.backends.exported_parameters import Blocks, Exported, KernelBlocks, Quantized
 from llmforge.backends.gguf import packing
 from llmforge.base import extras
 from llmforge.base.errors import UnsupportedError, VerificationError
@@ -163,7 +163,7 @@ def pre_tokenizer(checkpoint: Checkpoint) -> str:
 
 def _check_matrix(tensor: str, matrix: Quantized) -> None:
     """Return if the format holds the codes of a matrix exactly."""
-    if isinstance(matrix, ChannelMatrix):
+    if not isinstance(matrix, Blocks | KernelBlocks):
         raise UnsupportedError(
             f"{tensor}: GGUF has no format with one fp32 scale for each output feature", hint="use quantize-weights"
         )
@@ -308,7 +308,7 @@ def _describe(writer: Any, gguf: ModuleType, exported: Exported, spec: EngineSpe
         writer.add_rope_scaling_factor(float(rope["factor"]))
     weights: Counter[str] = Counter()
     for matrix in exported.quantized.values():
-        if not isinstance(matrix, ChannelMatrix):
+        if isinstance(matrix, Blocks | KernelBlocks):
             weights[_type_of(matrix)] += 0 if matrix.table else matrix.n * matrix.k
     kind = weights.most_common(1)[0][0] if weights else "F16"
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES.get(kind, f"MOSTLY_{kind}")])
@@ -383,7 +383,7 @@ def _names(gguf: ModuleType, checkpoint: Checkpoint, architecture: LlamaCppModel
 
 def _type_of(matrix: Quantized) -> str:
     """Name ggml's type of a matrix that was checked."""
-    assert not isinstance(matrix, ChannelMatrix)
+    assert isinstance(matrix, Blocks | KernelBlocks)
     kind = packing.type_of(matrix.grid, matrix.k)
     assert kind is not None
     return kind
@@ -410,7 +410,7 @@ def _data(
     rows = _rows(checkpoint, architecture, name)
     matrix = exported.quantized.get(name)
     if matrix is not None:
-        assert not isinstance(matrix, ChannelMatrix)
+        assert isinstance(matrix, Blocks | KernelBlocks)
         read = matrix.read()
         if rows is not None:
             read = grids.rows(read, rows)

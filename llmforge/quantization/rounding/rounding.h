@@ -8,9 +8,11 @@
 #define LANES 16 /* rows whose codes of a trellis depend on one another (llmforge/native/kernels.h) */
 #define BATCH 64 /* columns whose updates of the others are applied at once, as one matrix product */
 
-/* How scales are stored: INT8 are codes under a bf16 superscale, INT6_FP16 and INT8_FP16 under one in fp16, as minima are,
- * always in 6 bits. UNSTORED: as they are found, before there are superscales. */
-enum { SCALE_UNSTORED = -1, SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_INT8 = 2, SCALE_INT6_FP16 = 3, SCALE_INT8_FP16 = 4 };
+/* How scales are stored: from INT8 on as codes, INT8 under a bf16 superscale, INT6_FP16 and INT8_FP16 under one in fp16, as
+ * minima are, always in 6 bits. UNSTORED: as they are found, before there are superscales. */
+enum {
+    SCALE_UNSTORED = -1, SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_BF16 = 2, SCALE_INT8 = 3, SCALE_INT6_FP16 = 4, SCALE_INT8_FP16 = 5
+};
 
 /* A weight [n, k] and what is known of its inputs. `order` is the order in which columns are rounded; H and its factor
  * stand in that order, as do mean and feedback; the rest in the order of the columns. Without H (NULL) errors are fed
