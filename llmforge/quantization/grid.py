@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -131,8 +130,7 @@ class Grid:
         """
         if self.bits not in QMOE_BITS or self.minimums:
             return None
-        stored: Mapping[Scale, Scale] = {**dict.fromkeys(SUPERSCALED, "fp16"), "bf16": "fp32"}
-        scale = stored.get(self.scale, self.scale)
+        scale: Scale = "fp16" if self.scale in SUPERSCALED else "fp32" if self.scale == "bf16" else self.scale
         block_size = self.block_size
         while block_size >= SMALLEST_BLOCK:
             if all(width % block_size == 0 and width > block_size for width in widths):
