@@ -8,7 +8,7 @@
     y = llmforge::MoE(x, ids, …)    becomes  y = com.microsoft::QMoE(x, w, codes, scales, …, zero_points, …, w),
                                              w [batch·sequence, experts]: the weights at ids, 0 elsewhere
 
-or, where MatMulNBits has no such format (3, 5 or 6 bits, `scales: int8`, `codes: trellis`, minima of a GGUF file):
+or, where MatMulNBits has no such format (3, 5 or 6 bits, `scales: int8`, `codes: trellis`, types of GGUF files):
 
     y = x·W + b                     becomes  y = llmforge.cpu::Linear(x, groups, b)
     e = Gather(E, input_ids)        becomes  e = llmforge.cpu::Embedding(input_ids, groups)
@@ -75,7 +75,8 @@ from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.ir.operators.standard import Gather, MatMul
 from llmforge.quantization import methods
-from llmforge.quantization.grid import PORTABLE_BITS, Grid, Scale
+from llmforge.quantization.formats import SUPERSCALED
+from llmforge.quantization.grid import PORTABLE_BITS, Grid, Scale, gguf_type
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import ChannelDemand, Demand, WeightDemand, exclusion
 from llmforge.quantization.stored import require
@@ -120,17 +121,18 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
         bool, Field(description="no zero points; saves `bits` bits per block, at a cost in quality with 4 bits")
     ] = False
     scales: Annotated[
-        Scale,
+        Literal["fp32", "fp16", "bf16", "int8"],
         Field(
             description="stored type of scales; fp16 hardly affects quality; bf16 is for servers that compute in it; "
             "int8 (with a bf16 scale per 256 columns) needs llmforge's CPU kernels"
         ),
     ] = "fp32"
     codes: Annotated[
-        Literal["uniform", "trellis"],
+        Literal["uniform", "trellis", "gguf"],
         Field(
-            description="trellis: 4 bits choose among 32 levels, by the codes of the rows before; needs llmforge's CPU "
-            "kernels"
+            description="trellis: 4 bits choose among 32 levels, by the codes of the rows before; gguf: the types of "
+            "GGUF files, by `bits`: Q3_K, Q4_K, Q5_K, Q6_K, Q8_0, and those of blocks of 32 where 256 does not divide "
+            "the input features, `auto` among all; both need llmforge's CPU kernels"
         ),
     ] = "uniform"
     method: Annotated[str, methods.Named(), Field(description=methods.summaries())] = methods.DEFAULT.name
@@ -181,6 +183,10 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
             )
         if self.method == methods.AUTO and self.accuracy_level != INT8_ACTIVATIONS:
             raise ValueError(f"method: {methods.AUTO} has formats of 8 bits, and accuracy_level: {INT8_ACTIVATIONS}")
+        if self.codes == "gguf" and (self.block_size, self.symmetric, self.scales) != (32, False, "fp32"):
+            raise ValueError("codes: gguf has blocks and scales of its own; leave out block_size, symmetric and scales")
+        if self.codes == "gguf" and self.method == methods.AUTO and self.bits != 4:
+            raise ValueError(f"method: {methods.AUTO} chooses among all types of GGUF; leave out bits")
         limits = (self.weight_bits is not None) + (self.weight_bytes is not None)
         if limits > (self.method == methods.AUTO):
             raise ValueError(
@@ -241,6 +247,8 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
     @property
     def grid(self) -> Grid:
         """The grid of the decoder's linear layers."""
+        if self.codes == "gguf":
+            return gguf_type(self.bits)
         return Grid(self.bits, self.block_size, self.symmetric, self.scales, self.codes == "trellis")
 
     @property
@@ -248,6 +256,8 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
         """The grid of embedding and head, with the largest block that divides their width; None: they stay."""
         if self.embedding_bits == KEPT_BITS:
             return None
+        if self.codes == "gguf":
+            return gguf_type(self.embedding_bits)
         return Grid(self.embedding_bits, self.embedding_block_size or self.block_size, True, self.scales)
 
     @property
@@ -263,7 +273,7 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
             return said
         weights = cast(StoredDtype, f"int{grid.bits}")
         # others become what activations are in, but where the CPU kernels alone read them
-        kept = grid.scale == "int8" or (grid.minimums and self.scales == grid.scale)
+        kept = grid.scale in SUPERSCALED or (grid.minimums and self.scales == grid.scale)
         scale: Scale | None = grid.scale if kept else None
         shared = replace(said, block=grid.block_size, symmetric=grid.symmetric, minimums=grid.minimums)
         return replace(shared, weights=weights, scale=scale)

@@ -23,11 +23,13 @@ from llmforge.ir import graph
 from llmforge.ir.derived import Derived
 from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.ir.operators.contrib import GatherBlockQuantized, MatMulNBits, QMoE
+from llmforge.ir.operators.cpu import CpuLinear, Embedding
 from llmforge.ir.operators.standard import Cast, DequantizeLinear, Div, MatMul, QuantizeLinear, Reshape
+from llmforge.quantization import cpu_layout
 from llmforge.quantization.grid import Grid, Scale
 from llmforge.quantization.grids import Packed, QuantizedMatrix, unpack
 from llmforge.quantization.initializers import SCALES
-from llmforge.rewrite import smoothing
+from llmforge.rewrite import cpu_linear, smoothing
 from llmforge.rewrite.pass_base import Pass
 
 _REMOVE = "leave the pass that merges or changes it out of the recipe"
@@ -53,18 +55,39 @@ class Blocks:
         return self.zero_points is None
 
     @property
+    def grid(self) -> Grid:
+        """The grid of its codes."""
+        return Grid(self.bits, self.block_size, self.symmetric, self.stored_scales)
+
+    @property
     def stored_scales(self) -> Scale:
         """The dtype of the scales."""
         return next(scale for scale, dtype in SCALES.items() if dtype == graph.dtype(self.scales))
 
     def read(self) -> QuantizedMatrix:
         """Compute codes, scales and zero points."""
-        grid = Grid(self.bits, self.block_size, self.symmetric, self.stored_scales)
+        grid = self.grid
         blocks = grid.blocks(self.k)
         codes = graph.tensor(self.codes).numpy().reshape(self.n, blocks, -1)
         scales = graph.tensor(self.scales).numpy().reshape(self.n, blocks).astype(np.float32)
         points = None if self.zero_points is None else graph.tensor(self.zero_points).numpy().reshape(self.n, -1)
         return unpack(Packed(codes, scales, points), grid, self.k)
+
+
+@dataclass(frozen=True, eq=False)
+class KernelBlocks:
+    """A matrix [n, k] in blocks of codes on `grid`, as llmforge's CPU kernels have them."""
+
+    parameter: str
+    n: int
+    k: int
+    grid: Grid
+    groups: ir.Value  # uint8 (`quantization.cpu_layout`)
+    table: bool = False  # an embedding reads it, and perhaps a tied head
+
+    def read(self) -> QuantizedMatrix:
+        """Compute codes, scales, and zero points or minima."""
+        return cpu_layout.read(graph.tensor(self.groups).numpy(), self.n, self.k, self.grid)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +141,7 @@ class Fp4Matrix:
         return np.ascontiguousarray(graph.tensor(self.scales).numpy().T)
 
 
-Quantized = Blocks | ChannelMatrix | Fp4Matrix
+Quantized = Blocks | KernelBlocks | ChannelMatrix | Fp4Matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,11 +192,11 @@ def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], d
                 f"{node.name}: quantized experts cannot be exported: the checkpoint has each of them by itself",
                 hint="exclude them: `quantize-weights: {exclude: ['*.experts.*']}`",
             )
-        made = _of_product(node) or _of_lookup(node) or _of_channels(node) or _of_fp4(node)
+        made = _of_product(node) or _of_lookup(node) or _of_channels(node) or _of_fp4(node) or _of_kernels(node)
         if made is None:
             continue
         before = found.get(made.parameter)
-        if isinstance(before, Blocks):  # a tied head reads the codes of the embedding
+        if isinstance(before, Blocks | KernelBlocks):  # a tied head reads the codes of the embedding
             made = before if before.table else made
         found[made.parameter] = made
     there = model.graph.initializers
@@ -214,7 +237,7 @@ def exported(
     by_tensor: dict[str, Quantized] = {}
     for parameter, matrix in found.items():
         tensor, transposed = bound.get(parameter, ("", False))
-        entry, is_table = checkpoint.tensors.get(tensor), isinstance(matrix, Blocks) and matrix.table
+        entry, is_table = checkpoint.tensors.get(tensor), isinstance(matrix, Blocks | KernelBlocks) and matrix.table
         if entry is None or entry.shape != (matrix.n, matrix.k) or transposed == is_table:
             raise UnsupportedError(
                 f"parameter {parameter} is not a tensor [{matrix.n}, {matrix.k}] of the checkpoint, so that its codes "
@@ -280,6 +303,14 @@ def _of_lookup(node: ir.Node) -> Quantized | None:
     n = shape[0]
     k = int(np.prod(shape[1:])) * 8 // lookup.bits
     return Blocks(parameter, n, k, lookup.bits, lookup.block_size, lookup.data, scales, None, table=True)
+
+
+def _of_kernels(node: ir.Node) -> Quantized | None:
+    packed = CpuLinear.of(node) or Embedding.of(node)
+    if packed is None:
+        return None
+    parameter, is_table = _parameter(packed.weights, packed.name), isinstance(packed, Embedding)
+    return KernelBlocks(parameter, packed.N, packed.K, cpu_linear.grid_of(packed), packed.weights, is_table)
 
 
 def _of_channels(node: ir.Node) -> Quantized | None:

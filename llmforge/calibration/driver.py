@@ -401,12 +401,18 @@ def plan(checkpoint: Checkpoint, demands: Sequence[Demand], caches: Mapping[int,
     skeleton = Skeleton.build(checkpoint)
     if weights is None:
         return {}
-    grids = {name: weights.grid_of([name]) for name in skeleton.matrices()}
+    grids = {name: weights.grid_of([name], _width(skeleton, name)) for name in skeleton.matrices()}
     if weights.tables is not None:
         for name in filter(None, skeleton.tables()):
             if grid := weights.table_grid(name, skeleton.model.get_parameter(name).shape[1]):
                 grids[name] = grid
     return {name: grid for name, grid in grids.items() if not exclusion([name], weights.exclude)}
+
+
+def _width(skeleton: Skeleton, name: str) -> int:
+    """Count the input features of a linear; 0: it is none, but experts."""
+    shape = skeleton.model.get_parameter(name).shape
+    return int(shape[1]) if len(shape) == 2 else 0
 
 
 def key(

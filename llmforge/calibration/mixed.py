@@ -215,7 +215,7 @@ def _others(skeleton: Skeleton, demand: WeightDemand, losses: Losses) -> int:
     for prefix, layer in zip(skeleton.prefixes, skeleton.layers, strict=True):
         for name, linear in linears_of(layer, prefix).items():
             if name not in settled:
-                counted(name, linear.out_features, linear.in_features, demand.grid_of([name]))
+                counted(name, linear.out_features, linear.in_features, demand.grid_of([name], linear.in_features))
         for local, module in layer.named_modules():
             if not marked(module):
                 continue

@@ -238,7 +238,8 @@ def _grid(demand: WeightDemand, name: str, weight: Float32, widths: Sequence[int
     wanted = demand.grid_of([name])
     if widths:
         return wanted.fitting(*widths)
-    return wanted if allocation.fits([len(weight)], weight.shape[1], wanted) else None
+    k = weight.shape[1]
+    return wanted.of_rows(k) if allocation.fits([len(weight)], k, wanted.of_rows(k)) else None
 
 
 def _divergences(

@@ -134,7 +134,8 @@ def _quantize_linears(
     weights = [layer.weight(name) for name in names]
     with refusals(name, *_remedies(demand.method)):
         seen = sums.seen(routed=False, held=held, outputs=outputs, threads=how.threads)
-        matrix = demand.method.quantize(np.concatenate(weights), demand.grid_of(names), seen)
+        grid = demand.grid_of(names, weights[0].shape[1])
+        matrix = demand.method.quantize(np.concatenate(weights), grid, seen)
     notes += [f"{name}: {note}" for note in seen.notes]
     bounds = pairwise(np.cumsum([0, *map(len, weights)]))
     return {name: rows(matrix, slice(*own)) for name, own in zip(names, bounds, strict=True)}, seen

@@ -15,10 +15,19 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError
 from llmforge.quantization import cpu_layout
-from llmforge.quantization.grid import Grid, Scale
+from llmforge.quantization.formats import GGUF as GGUF_FORMATS
+from llmforge.quantization.formats import K_SCALES
+from llmforge.quantization.grid import Grid, Scale, gguf_type
 from llmforge.quantization.trellis import LANES
 
-# What weights may be given, by the scales that a pass asks for: int8 are for the CPU kernels, which have every width.
+# Types of GGUF: Q3_K, Q4_K, Q5_K, Q6_K, in rows of whole superblocks; Q4_0, Q4_1, Q5_0, Q5_1, Q8_0.
+GGUF = (
+    *map(gguf_type, (3, 4, 5, 6)),
+    *(Grid(4, 32, True, "fp16"), Grid(4, 32, False, "fp16", minimums=True)),
+    *(Grid(5, 32, True, "fp16"), Grid(5, 32, False, "fp16", minimums=True), Grid(8, 32, True, "fp16")),
+)
+# What weights may be given, by the scales that a pass asks for: int8 are for the CPU kernels, which have every width,
+# int6-fp16 for GGUF files.
 LINEARS: Mapping[Scale, tuple[Grid, ...]] = {
     "int8": tuple(
         Grid(bits, block_size, symmetric, "int8", trellis)
@@ -36,6 +45,7 @@ LINEARS: Mapping[Scale, tuple[Grid, ...]] = {
             (8, 64, True, False),
         )
     ),
+    "int6-fp16": GGUF,
     **{
         scale: (*(Grid(4, size, False, scale) for size in (128, 64, 32)), Grid(8, 128, True, scale))
         for scale in ("fp16", "bf16", "fp32")
@@ -46,6 +56,7 @@ TABLES: Mapping[Scale, tuple[Grid, ...]] = {
         Grid(bits, block_size, True, "int8", trellis=bits == 4)
         for bits, block_size in ((4, 32), (5, 64), (5, 32), (6, 64), (6, 32), (8, 64))
     ),
+    "int6-fp16": GGUF,
     **{scale: (Grid(4, 32, True, scale), Grid(8, 128, True, scale)) for scale in ("fp16", "bf16", "fp32")},
 }
 # Of bytes above the smallest formats, that are told apart. SmolLM2-135M at 6 bits has 53,000; with 20,000 of the whole
@@ -67,6 +78,8 @@ class FormatOption:
 
 def size_bytes(n: int, k: int, grid: Grid) -> int:
     """Return what a matrix [n, k] on `grid` takes where it is stored."""
+    if not grid.portable and grid.format in GGUF_FORMATS:
+        return round(n * k * grid.format.bits_per_number / 8)
     if not grid.portable:
         return cpu_layout.groups(n) * cpu_layout.group_bytes(k, grid)
     blocks = grid.blocks(k)
@@ -78,6 +91,8 @@ def fits(heights: Sequence[int], k: int, grid: Grid) -> bool:
     """Say whether matrices of `heights` rows of `k`, which may be put on top of each other, can be stored on `grid`."""
     if grid.trellis and any(n % LANES for n in heights[:-1]):
         return False
+    if grid.scale in K_SCALES:
+        return k % grid.whole == 0
     return grid.portable or (k % grid.block_size == 0 and grid.block_size >= cpu_layout.SMALLEST_BLOCK)
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from llmforge.quantization.formats import SUPERBLOCK
 from llmforge.quantization.grid import Grid
-from llmforge.quantization.grids import split
+from llmforge.quantization.grids import QuantizedMatrix, split
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -76,6 +76,57 @@ def arrange(
         data = np.ascontiguousarray(section).view(np.uint8).reshape(count, -1)
         arranged.append(np.pad(data, ((0, 0), (0, _aligned(data.shape[1]) - data.shape[1]))))
     return np.concatenate(arranged, axis=1)
+
+
+def read(arranged: NDArray[np.uint8], n: int, k: int, grid: Grid) -> QuantizedMatrix:
+    """Undo `arrange` of a matrix [n, k]; arranged: uint8 [groups, bytes].
+
+    Raises:
+        ValueError: the grid has int8 scales, or a trellis.
+    """
+    if grid.scale == "int8" or grid.trellis:
+        raise ValueError(f"{grid.format.name} is not read back")
+    count, blocks = len(arranged), k // grid.block_size
+    at = k * LANES * grid.bits // 8
+    codes = _unplaned(arranged[:, :at].reshape(count, k // PART, -1), grid.bits)
+    codes = codes.transpose(0, 3, 1, 2, 4).reshape(count * LANES, k)[:n]
+    dtype = np.dtype(np.float16 if grid.scale == "fp16" else np.float32)
+    of_blocks: list[NDArray[Any]] = []
+    for size in _sections(k, grid):
+        section = np.ascontiguousarray(arranged[:, at : at + size])
+        at += _aligned(size)
+        if len(of_blocks) == 1 + grid.minimums:  # zero points
+            if grid.bits <= 4:
+                halves = section.reshape(count, blocks, LANES // 2)
+                section = np.concatenate([halves & np.uint8(15), halves >> np.uint8(4)], axis=-1)
+            of_blocks.append(section.reshape(count, blocks, LANES))
+        else:
+            of_blocks.append(section.view(dtype).astype(np.float32).reshape(count, blocks, LANES))
+    scales, *others = (each.transpose(0, 2, 1).reshape(-1, blocks)[:n] for each in of_blocks)
+    minimums = others.pop(0) if grid.minimums else None
+    return QuantizedMatrix(grid, codes, scales, others[0] if others else None, minimums)
+
+
+def _unplaned(data: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
+    """Undo `_planes` of [groups, parts, bytes]: codes [groups, parts, 8, 16, 4]."""
+    if bits == 8:
+        return data.reshape(*data.shape[:2], 8, LANES, 4)
+    codes = np.zeros((*data.shape[:2], 8, LANES, 4), np.uint8)
+    each, at, below = LANES * 4, 0, 0
+    if bits & 4:
+        plane = data[:, :, : 4 * each].reshape(*data.shape[:2], 4, LANES, 4)
+        codes[:, :, :4], codes[:, :, 4:] = plane & np.uint8(15), plane >> np.uint8(4)
+        at, below = 4 * each, 4
+    if bits & 2:
+        plane = data[:, :, at : at + 2 * each].reshape(*data.shape[:2], 2, 1, LANES, 4)
+        shifts = np.arange(0, 8, 2, dtype=np.uint8).reshape(1, 1, 1, 4, 1, 1)
+        codes |= (plane >> shifts & np.uint8(3)).reshape(codes.shape) << np.uint8(below)
+        at, below = at + 2 * each, below + 2
+    if bits & 1:
+        plane = data[:, :, at:].reshape(*data.shape[:2], 1, LANES, 4)
+        shifts = np.arange(8, dtype=np.uint8).reshape(1, 1, 8, 1, 1)
+        codes |= (plane >> shifts & np.uint8(1)) << np.uint8(below)
+    return codes
 
 
 def _sections(k: int, grid: Grid) -> Iterator[int]:

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 BITS: Mapping[str, int] = (
     {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "fp4": 4}
     | {f"int{bits}": bits for bits in (3, 4, 5, 6, 8)}
-    | {"trellis4": 4}
-)  # quantization.trellis
-SUPERBLOCK = 256  # input features that share a superscale, 16 bits, where scales are int8
+    | {"trellis4": 4}  # quantization.trellis
+    | {"int6-fp16": 6, "int8-fp16": 8}  # scales of GGUF's K types
+)
+SUPERBLOCK = 256  # input features that share a superscale, 16 bits, where scales are codes
+# Scales that are codes under a superscale: int8 under one in bf16, the others under one in fp16, as their minima are.
+SUPERSCALED = ("int8", "int6-fp16", "int8-fp16")
+K_SCALES = SUPERSCALED[1:]  # of GGUF's K types, whose rows are whole superblocks
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Format:
         """The bits of a number with its share of scale and zero point; the scale of a channel is not counted."""
         bits, block_size = BITS[self.dtype], self.block_size or math.inf
         shared = BITS[self.scale] * (1 + self.minimums) + self.zero_points * (4 if bits <= 4 else 8)
-        superscale = 16 / max(SUPERBLOCK, block_size) if self.scale == "int8" else 0
+        superscale = 16 * (1 + self.minimums) / max(SUPERBLOCK, block_size) if self.scale in SUPERSCALED else 0
         return bits + shared / block_size + superscale
 
 
@@ -138,5 +142,12 @@ NATIVE = tuple(
     for scale in ("fp32", "fp16", "bf16", "int8")
     for zero_points in (False, True)
     if scale != "bf16" or dtype in ("int4", "int8")  # as servers of others have them
+)
+# Types of GGUF: Q4_0, Q5_0, Q8_0, Q4_1, Q5_1, Q3_K, Q6_K, Q4_K, Q5_K.
+GGUF = (
+    *(Format(dtype, 32, "fp16") for dtype in ("int4", "int5", "int8")),
+    *(Format(dtype, 32, "fp16", minimums=True) for dtype in ("int4", "int5")),
+    *(Format(dtype, 16, scale) for dtype, scale in (("int3", "int6-fp16"), ("int6", "int8-fp16"))),
+    *(Format(dtype, 32, "int6-fp16", minimums=True) for dtype in ("int4", "int5")),
 )
 TRELLISES = tuple(Format("trellis4", 2**size, scale) for size in range(4, 17) for scale in ("fp32", "fp16", "int8"))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llmforge.quantization.formats import Format
+from llmforge.quantization.formats import K_SCALES, SUPERBLOCK, SUPERSCALED, Format
 
 BITS = (3, 4, 5, 6, 8)
-Scale = Literal["fp32", "fp16", "bf16", "int8"]  # as what scales are stored; int8 under a bf16 superscale
+# As what scales are stored: int8 under a superscale in bf16, int6-fp16 and int8-fp16 under one in fp16.
+Scale = Literal["fp32", "fp16", "bf16", "int8", "int6-fp16", "int8-fp16"]
 PORTABLE_BITS = (4, 8)  # that com.microsoft::MatMulNBits has, and servers of others
 QMOE_BITS = (4, 8)  # that com.microsoft::QMoE has
 SMALLEST_BLOCK = 16  # com.microsoft::MatMulNBits: "a power of two and not smaller than 16"
@@ -25,7 +25,8 @@ class Grid:
     the sign opposite to it (llama.cpp's Q4_0 and ONNX Runtime do the same): all 2**bits codes are used, where a grid
     mirrored around zero would waste one.
     With `minimums`: `code * scale + minimum`, as several types of GGUF have it: the minimum of a block is a number of
-    its own, stored as scales are, and there are no zero points.
+    its own, stored as scales are, and there are no zero points. Scales `int6-fp16` are codes -31 … 31, with minima
+    1 … 63, and minima then codes 0 … 63 times -1, each under a superscale of a superblock in fp16.
 
     Raises:
         ValueError: no kernel has this grid.
@@ -43,8 +44,8 @@ class Grid:
             raise ValueError(f"bits must be one of {BITS}, is {self.bits}")
         if self.trellis and (self.bits != 4 or not self.symmetric):
             raise ValueError("a trellis has 4 bits and no zero points")
-        if self.minimums and (self.symmetric or self.scale == "int8"):
-            raise ValueError("minima go with fp32 or fp16 scales, and codes are not symmetric")
+        if self.minimums and (self.symmetric or self.scale in ("int8", "int8-fp16")):
+            raise ValueError("minima go with fp32, fp16 or int6-fp16 scales, and codes are not symmetric")
         if self.scale == "bf16" and (self.bits not in PORTABLE_BITS or self.trellis or self.minimums):
             raise ValueError("bf16 scales, for servers of others, go with uniform codes of 4 or 8 bits without minima")
         if self.block_size < SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
@@ -59,7 +60,17 @@ class Grid:
     @property
     def portable(self) -> bool:
         """Say whether com.microsoft::MatMulNBits and GatherBlockQuantized read it; others are for the CPU kernels."""
-        return self.bits in PORTABLE_BITS and self.scale != "int8" and not self.trellis and not self.minimums
+        return self.bits in PORTABLE_BITS and self.scale not in SUPERSCALED and not self.trellis and not self.minimums
+
+    @property
+    def largest_scale(self) -> int:
+        """The largest code of a scale under a superscale."""
+        return 127 if self.scale != "int6-fp16" else 63 if self.minimums else 31
+
+    @property
+    def whole(self) -> int:
+        """The columns that a row is a multiple of: those of a superblock of a K type of GGUF, else those of a block."""
+        return SUPERBLOCK if self.scale in K_SCALES else self.block_size
 
     @property
     def zero_points(self) -> bool:
@@ -86,13 +97,30 @@ class Grid:
         return -(-k // self.block_size)
 
     def of_bits(self, bits: int) -> Grid:
-        """Return this grid with other bits; a trellis has 4, and becomes uniform codes where they are others."""
+        """Return this grid with other bits; a trellis has 4, and becomes uniform codes where they are others.
+
+        In place of a K type of GGUF comes its type of so many bits.
+        """
+        if self.scale in K_SCALES:
+            return gguf_type(bits)
         return replace(self, bits=bits, trellis=self.trellis and bits == self.bits)
 
     def dividing(self, k: int) -> Grid | None:
-        """Return this grid with the largest block, up to its own, that divides rows of `k`; None: it is too small."""
+        """Return this grid with the largest block, up to its own, that divides rows of `k`; None: it is too small.
+
+        A K type of GGUF is that of blocks of 32 where superblocks do not divide k.
+        """
+        if self.scale in K_SCALES:
+            return None if k % _IN_BLOCKS[self.bits].block_size else self.of_rows(k)
         block_size = math.gcd(k, self.block_size)  # of a power of two: the largest one that divides both
         return None if block_size < SMALLEST_BLOCK else replace(self, block_size=block_size)
+
+    def of_rows(self, k: int) -> Grid:
+        """Return this grid, or in place of a K type of GGUF that of blocks of 32, where superblocks do not divide k.
+
+        That has no fewer bits, as llama.cpp has it.
+        """
+        return self if self.scale not in K_SCALES or k % self.whole == 0 else _IN_BLOCKS[self.bits]
 
     def fitting(self, *widths: int) -> Grid | None:
         """Return this grid as com.microsoft::QMoE has it: 4 or 8 bits, no trellis, no int8 or bf16 scales (fp16, fp32).
@@ -102,11 +130,29 @@ class Grid:
         """
         if self.bits not in QMOE_BITS or self.minimums:
             return None
-        stored: Mapping[Scale, Scale] = {"int8": "fp16", "bf16": "fp32"}
-        scale = stored.get(self.scale, self.scale)
+        scale: Scale = "fp16" if self.scale in SUPERSCALED else "fp32" if self.scale == "bf16" else self.scale
         block_size = self.block_size
         while block_size >= SMALLEST_BLOCK:
             if all(width % block_size == 0 and width > block_size for width in widths):
                 return replace(self, block_size=block_size, scale=scale, trellis=False)
             block_size //= 2
         return None
+
+
+_IN_BLOCKS = {
+    3: Grid(4, 32, True, "fp16"),
+    4: Grid(4, 32, False, "fp16", minimums=True),
+    5: Grid(5, 32, False, "fp16", minimums=True),
+    6: Grid(8, 32, True, "fp16"),
+}
+_IN_SUPERBLOCKS = {
+    3: Grid(3, 16, True, "int6-fp16"),
+    4: Grid(4, 32, False, "int6-fp16", minimums=True),
+    5: Grid(5, 32, False, "int6-fp16", minimums=True),
+    6: Grid(6, 16, True, "int8-fp16"),
+}
+
+
+def gguf_type(bits: int) -> Grid:
+    """Return the grid of GGUF's Q3_K, Q4_K, Q5_K, Q6_K, or Q8_0, by its bits."""
+    return _IN_SUPERBLOCKS.get(bits, _IN_BLOCKS[6])

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llmforge.base import mapped
 from llmforge.native import rounding
 from llmforge.quantization import trellis
-from llmforge.quantization.formats import SUPERBLOCK
+from llmforge.quantization.formats import K_SCALES, SUPERBLOCK, SUPERSCALED
 from llmforge.quantization.grid import Grid
 
 Float32 = NDArray[np.float32]
@@ -24,6 +24,7 @@ Float32 = NDArray[np.float32]
 _NOT_FINITE = "the matrix holds NaN or infinity"
 # of the scales to the codes of a trellis: of what asymmetric codes lose of normal numbers, .83, .79, .77, .76 stay
 REFITS = 3
+LARGEST_MINIMUM = 63  # code of a minimum under a superscale, times -1
 CHUNK_BYTES = 1 << 19  # of fp32 weights that are rounded at a time: chunk and temporaries stay in the L2 cache
 
 
@@ -93,8 +94,10 @@ def _round_with_minima(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     filled = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % grid.block_size)), mode="edge")
     blocks = filled.reshape(len(numbers), -1, grid.block_size)
     low = blocks.min(-1)
-    scales = stored((blocks.max(-1) - low) / np.float32(grid.top), grid)
-    minima = low.astype(np.float16).astype(np.float32) if grid.scale == "fp16" else low
+    if grid.scale in SUPERSCALED:
+        low = np.minimum(low, 0)
+    scales = stored((np.maximum(blocks.max(-1), low) - low) / np.float32(grid.top), grid)
+    minima = stored_minima(low, grid)
     codes = np.clip(np.rint((blocks - minima[..., None]) / np.where(scales == 0, 1, scales)[..., None]), 0, grid.top)
     whole = codes.astype(np.uint8).reshape(filled.shape)[:, : numbers.shape[1]]
     return QuantizedMatrix(grid, np.ascontiguousarray(whole), scales, None, minima)
@@ -280,6 +283,7 @@ def span(weight: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], 
     if grid.trellis:
         scales = np.abs(blocks).max(-1) / trellis.FULL
         return stored(np.where(scales == 0, trellis.OF_ZEROS, scales), grid), np.zeros_like(scales)
+    of_zeros = np.float32(0 if grid.scale in K_SCALES else 1)  # the scale of a block of zeros, before it is stored
     if grid.symmetric:
         at = np.abs(blocks).argmax(-1, keepdims=True)
         scales = np.take_along_axis(blocks, at, -1)[..., 0] / np.float32(-grid.middle)
@@ -287,9 +291,9 @@ def span(weight: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], 
     else:
         low, high = np.minimum(blocks.min(-1), 0), np.maximum(blocks.max(-1), 0)
         scales = high / np.float32(grid.top) - low / np.float32(grid.top)  # the difference itself may overflow
-        scales = stored(np.where(scales == 0, np.float32(1), scales), grid)
+        scales = stored(np.where(scales == 0, of_zeros, scales), grid)
         return scales, np.clip(np.rint(-low / scales), 0, grid.top)
-    return stored(np.where(scales == 0, np.float32(1), scales), grid), zeros  # 1: the scale of a block of zeros
+    return stored(np.where(scales == 0, of_zeros, scales), grid), zeros
 
 
 def _padded(weight: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
@@ -321,7 +325,8 @@ def _spread(of_blocks: NDArray[Any], grid: Grid, k: int) -> NDArray[Any]:
 def stored(scales: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
     """Round scales [N, blocks] to those that the grid stores, none of them 0.
 
-    int8: codes -127 … 127 times the superscale of a superblock, which is its largest scale / 127 in bf16.
+    int8: codes -127 … 127 times the superscale of a superblock, which is its largest scale / 127 in bf16; int6-fp16 and
+    int8-fp16 alike, with their largest code (`Grid.largest_scale`), in fp16.
 
     Raises:
         ValueError: a scale is too large for fp16.
@@ -339,34 +344,67 @@ def stored(scales: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
         smallest = np.where(scales < 0, np.float16(-(2**-24)), np.float16(2**-24))
         return np.where(rounded == 0, smallest, rounded).astype(np.float32)
     by_super, _ = _by_superblock(scales, grid)
-    supers = bf16(np.abs(by_super).max(-1, keepdims=True) / np.float32(127))
-    supers = np.where(supers == 0, np.float32(2.0**-126), supers)
-    codes = np.clip(np.rint(by_super / supers), -127, 127)
+    most = np.float32(grid.largest_scale)
+    supers = _superscales(np.abs(by_super).max(-1, keepdims=True) / most, grid)
+    codes = np.clip(np.rint(by_super / supers), 1 if grid.minimums else -most, most)
     codes = np.where(codes == 0, np.where(by_super < 0, np.float32(-1), np.float32(1)), codes)
     return np.ascontiguousarray((codes * supers).reshape(len(scales), -1)[:, : scales.shape[1]], np.float32)
 
 
+def stored_minima(minima: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
+    """Round minima [N, blocks] to those that the grid stores; int6-fp16: codes 0 … 63 times -1 and a superscale."""
+    if grid.scale == "fp32":
+        return minima
+    if grid.scale == "fp16":
+        return minima.astype(np.float16).astype(np.float32)
+    by_super, blocks = _by_superblock(-minima, grid)
+    supers = _superscales(by_super.max(-1, keepdims=True) / np.float32(LARGEST_MINIMUM), grid)
+    codes = np.clip(np.rint(by_super / supers), 0, LARGEST_MINIMUM)
+    return np.ascontiguousarray(-(codes * supers).reshape(len(minima), -1)[:, :blocks], np.float32)
+
+
+def _superscales(wanted: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
+    """Round superscales as they are stored, none of them 0."""
+    if grid.scale == "int8":
+        supers = bf16(wanted)
+        return np.where(supers == 0, np.float32(2.0**-126), supers)
+    half = np.maximum(wanted, np.float32(2.0**-24)).astype(np.float16).astype(np.float32)
+    if not np.isfinite(half).all():
+        raise ValueError("superscales above 65504 cannot be stored as fp16")
+    return half
+
+
 def split(scales: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.int8], NDArray[np.uint16]]:
-    """Split scales that int8 `stored` into codes [N, blocks] and the bits of bf16 superscales [N, superblocks].
+    """Split scales that are stored as codes into codes [N, blocks] and the bits of superscales [N, superblocks].
+
+    Those are bf16 where scales are int8, else fp16. Minima of a grid are split alike: times -1, as int6-fp16.
 
     Raises:
-        ValueError: they are none that int8 stores.
+        ValueError: they are none that are stored so.
     """
     by_super, blocks = _by_superblock(scales, grid)
     largest = np.abs(by_super).max(-1, keepdims=True)
-    supers = np.zeros_like(largest)
-    for most in range(127, 0, -1):  # the largest code: 127, or a few less where the superscale was rounded up
+    supers = np.where(largest == 0, np.float32(1), np.float32(0))  # of nothing but zeros: any
+    round_super = bf16 if grid.scale == "int8" else _fp16
+    for most in range(grid.largest_scale, 0, -1):  # the largest code: all, or less where it was fitted again
         tried = largest / np.float32(most)
-        codes = by_super / np.where(tried == 0, np.float32(1), tried)
-        fits = (bf16(tried) == tried) & (np.rint(codes) == codes).all(-1, keepdims=True)
+        shares = by_super / np.where(tried == 0, np.float32(1), tried)
+        fits = (round_super(tried) == tried) & (np.rint(shares) == shares).all(-1, keepdims=True)
         supers = np.where((supers == 0) & fits, tried, supers)
         if supers.all():
             break
     else:
-        raise ValueError("these scales were not rounded to int8 under a superscale")
+        raise ValueError(f"these scales were not rounded to {grid.scale} under a superscale")
     codes = np.rint(by_super / supers).astype(np.int8).reshape(len(scales), -1)[:, :blocks]
+    if grid.scale != "int8":
+        return codes, supers[..., 0].astype(np.float16).view(np.uint16)
     bits = (np.ascontiguousarray(supers[..., 0]).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
     return codes, bits
+
+
+def _fp16(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16).astype(np.float32)
 
 
 def bf16(values: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +14,7 @@ from llmforge.ir import graph
 from llmforge.ir.derived import by_output, computed
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization import cpu_layout
+from llmforge.quantization.formats import K_SCALES
 from llmforge.quantization.grid import Grid, Scale
 from llmforge.quantization.grids import QuantizedMatrix, pack, stack
 from llmforge.quantization.methods.base import NO_INPUTS, LayerInputs, Method
@@ -87,6 +88,14 @@ class LazyMatrix:
         yield "scales", SCALES[self.grid.scale], (self.n, blocks)
         if self.grid.zero_points:
             yield "zero_points", ir.DataType.UINT8, (self.n, -(-blocks * self.grid.zero_bits // 8))
+
+
+def readable(matrix: LazyMatrix) -> LazyMatrix:
+    """Return a matrix on a grid that kernels read: scales and minima of K types of GGUF in fp32, which holds them."""
+    if matrix.grid.scale not in K_SCALES:
+        return matrix
+    grid, calculate = replace(matrix.grid, scale="fp32"), matrix.calculate
+    return LazyMatrix(lambda: replace(calculate(), grid=grid), matrix.n, matrix.k, grid)
 
 
 def laid_out(matrix: QuantizedMatrix) -> Parts:

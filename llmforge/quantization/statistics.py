@@ -59,8 +59,8 @@ class WeightDemand:
         """The demand without those limits."""
         return replace(self, weight_bits=None, weight_bytes=None, weight_loss=None)
 
-    def grid_of(self, names: Sequence[str]) -> Grid:
-        """Return the grid of linears `names`, which read the same.
+    def grid_of(self, names: Sequence[str], width: int = 0) -> Grid:
+        """Return the grid of linears `names`, which read the same, in rows of `width`; 0: of any.
 
         Raises:
             UnsupportedError: they have different ones.
@@ -69,7 +69,7 @@ class WeightDemand:
         grids = {own[name] if name in own else with_bits(self.grid, [name], self.layer_bits) for name in names}
         if len(grids) > 1:
             raise several_bits(names)
-        return grids.pop()
+        return grids.pop().of_rows(width)
 
     def table_grid(self, name: str, width: int) -> Grid | None:
         """Return the grid of an embedding or head whose rows have this width; None: it stays."""

@@ -14,7 +14,7 @@ from llmforge.ir.derived import Stored, stored_in
 from llmforge.quantization import initializers, methods
 from llmforge.quantization.grid import QMOE_BITS, SMALLEST_BLOCK, Grid, Scale
 from llmforge.quantization.grids import QuantizedMatrix, rows, stack
-from llmforge.quantization.initializers import LazyMatrix
+from llmforge.quantization.initializers import LazyMatrix, readable
 from llmforge.quantization.methods.base import NO_INPUTS, Method
 from llmforge.quantization.statistics import LayerBits, Statistics, exclusion, with_bits
 from llmforge.quantization.stored import (
@@ -87,11 +87,11 @@ class ChosenBlocks:
         """
         names = parameters(weight)
         if not self.method.demands or self.method.is_by_channel():
-            return self._lazily(weight, with_bits(self.grid, names, self.layer_bits), transposed=True)
+            return self._lazily(weight, with_bits(self.grid, names, self.layer_bits).of_rows(k), transposed=True)
         calculate, grids = self._calibrated(names), self._grids(names)
         if len(grids) > 1:
             raise NotApplicable(f"{', '.join(names)} are one matrix, and have {len(grids)} formats")
-        return LazyMatrix(calculate, n, k, grids.pop()), self.method.name
+        return readable(LazyMatrix(calculate, n, k, grids.pop())), self.method.name
 
     def _lazily(self, weight: ir.Value, grid: Grid, *, transposed: bool) -> tuple[LazyMatrix, str]:
         """Quantize a weight when it is written, rounded to nearest where its inputs were to be seen and were not."""
@@ -100,7 +100,7 @@ class ChosenBlocks:
         if method.demands:
             inputs = next((found[name].seen() for name in parameters(weight) if name in found), NO_INPUTS)
             method = method if inputs.tokens and method.is_by_channel() else _PLAIN
-        return initializers.quantized(weight, method, grid, inputs, transposed=transposed), method.name
+        return readable(initializers.quantized(weight, method, grid, inputs, transposed=transposed)), method.name
 
     def table(self, weight: ir.Value, v: int, k: int, *, transposed: bool = True) -> tuple[LazyMatrix, str]:
         """Quantize an embedding [V, K], or a head, `transposed`; returns the name of the method, too.
@@ -118,7 +118,7 @@ class ChosenBlocks:
             raise NotApplicable(f"its {k} features are not a multiple of {SMALLEST_BLOCK}, the smallest block")
         statistics = self.statistics
         if self.method.demands and statistics is not None and len(names) == 1 and names[0] in statistics.linears:
-            return LazyMatrix(self._calibrated(names), v, k, statistics.grid(names[0])), self.method.name
+            return readable(LazyMatrix(self._calibrated(names), v, k, statistics.grid(names[0]))), self.method.name
         return self._lazily(weight, grid, transposed=transposed)
 
     def _grids(self, names: list[str]) -> set[Grid]:

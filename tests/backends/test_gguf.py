@@ -18,6 +18,7 @@ from llmforge import targets
 from llmforge.backends.engines import BuildRequest, exporter
 from llmforge.backends.exported_parameters import Exported
 from llmforge.backends.gguf import builder as gguf
+from llmforge.backends.gguf import packing
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import export_proxy
@@ -68,14 +69,14 @@ def test_codes_and_scales_are_held_exactly(bits: int, block_size: int, rows: int
     weight = (spread * np.random.default_rng(seed).standard_normal((rows, 256))).astype(np.float32)
     weight[0, :block_size] = 0
     matrix = round_to_nearest(weight, Grid(bits, block_size, True, "fp16"))
-    assert np.array_equal(read(gguf.pack(matrix), bits, 256), dequantize(matrix))
+    assert np.array_equal(read(packing.pack(matrix), bits, 256), dequantize(matrix))
 
 
 def test_every_code_has_its_place() -> None:
     for bits in (4, 8):
         codes = (np.arange(256) % 2**bits).astype(np.uint8).reshape(1, 256)
         matrix = QuantizedMatrix(Grid(bits, 32, True, "fp16"), codes, np.full((1, 8), -0.5, np.float32), None)
-        assert np.array_equal(read(gguf.pack(matrix), bits, 256), dequantize(matrix))
+        assert np.array_equal(read(packing.pack(matrix), bits, 256), dequantize(matrix))
 
 
 def export(traced: Traced, *steps: Any) -> Exported:
@@ -259,7 +260,7 @@ def test_the_package_reads_what_was_written(sample: Traced, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_bit_that_is_not_written_is_noticed(sample: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pack = gguf.pack
+    pack = packing.pack
 
     def wrong(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
         data = pack(matrix)
@@ -267,6 +268,6 @@ def test_a_bit_that_is_not_written_is_noticed(sample: Traced, tmp_path: Path, mo
         return data
 
     pytest.importorskip("gguf", reason="pip install gguf==0.19.0")
-    monkeypatch.setattr(gguf, "pack", wrong)
+    monkeypatch.setattr(packing, "pack", wrong)
     with pytest.raises(VerificationError, match="was not written as it was quantized"):
         write(sample, tmp_path, blocks())

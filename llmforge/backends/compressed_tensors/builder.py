@@ -52,7 +52,7 @@ from llmforge.backends.compressed_tensors.layout import (
 )
 from llmforge.backends.compressed_tensors.servers import FormatName
 from llmforge.backends.engines import BuildRequest, BuiltEngine
-from llmforge.backends.exported_parameters import Blocks, Exported, Fp4Matrix, Quantized
+from llmforge.backends.exported_parameters import Blocks, Exported, Fp4Matrix, KernelBlocks, Quantized
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import CONFIG, Checkpoint
 from llmforge.checkpoint.folder import CHAT_TEMPLATE, GENERATION_CONFIG
@@ -211,6 +211,11 @@ def scheme_of(tensor: str, matrix: Quantized, method: QuantMethod) -> LayerSchem
     if not tensor.endswith(".weight"):
         raise UnsupportedError(
             f"{tensor} is not the weight of a linear layer", hint=f"exclude it: `exclude: [{tensor}]`"
+        )
+    if isinstance(matrix, KernelBlocks):
+        raise UnsupportedError(
+            f"{tensor}: compressed-tensors has no format with {matrix.grid.format.name}",
+            hint="set `bits: 4` or `bits: 8` and `scales: fp16` in quantize-weights",
         )
     if method == modelopt.NAME and not isinstance(matrix, Fp4Matrix):
         raise UnsupportedError(

@@ -71,6 +71,7 @@ def layout(tensor: str, matrix: Quantized, method: QuantMethod) -> list[StoredTe
             StoredTensor(f"{layer}.weight_scale", "F32", by),
         ]
         return parts if matrix.input_scale is None else [*parts, StoredTensor(f"{layer}.input_scale", "F32", (1,))]
+    assert isinstance(matrix, Blocks)
     blocks, a_word = matrix.k // matrix.block_size, WORD_BITS // matrix.bits
     parts = [
         StoredTensor(f"{layer}.weight_packed", "I32", (matrix.n, matrix.k // a_word)),

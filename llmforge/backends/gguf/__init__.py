@@ -32,6 +32,7 @@ BACKEND = BackendRecord(
                 **dict.fromkeys(("fp32", "fp16", "bf16"), Use(ANY)),
                 "int8": Use(("weights", "kv")),
                 "int4": Use(("weights", "kv")),
+                **dict.fromkeys(("int3", "int5", "int6"), Use(("weights",))),
             },
             never={"fp8": "GGUF has no fp8 weights", "fp4": "the formats that hold our codes have no fp4"},
         ),

@@ -2,13 +2,14 @@
 
 What passes made of a weight [N, K] decides how it stands there (ggml/src/ggml-common.h), where that holds it exactly:
 
-- Q4_0, of quantize-weights with `bits: 4, symmetric: true, scales: fp16`: blocks of 32, a scale in fp16 and 16 bytes,
-  element i in the low half of byte i and element i + 16 in the high half; a weight is (code - 8)·scale, as in ours.
-- Q8_0, with `bits: 8`: a scale in fp16 and 32 bytes; a weight is code·scale, code = ours - 128.
+- the types of quantize-weights with `codes: gguf`: Q3_K, Q4_K, Q5_K and Q6_K, and where 256 does not divide the input
+  features Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 (`packing`);
+- Q4_0 and Q8_0, of `bits: 4` and `bits: 8` with `symmetric: true, scales: fp16`. A block of ours may be a multiple of
+  32: its blocks there have the same scale.
 
-A block of ours may be a multiple of 32: its blocks there have the same scale. Zero points are refused: Q4_1 has the
-least weight of a block in fp16, and -zero_point·scale is none. Other matrices stay in their dtype, vectors become F32.
-llama.cpp's rotary embedding of `llama` pairs neighbours: the rows of each head of queries and keys are in that order.
+Zero points are refused: Q4_1 has the least weight of a block in fp16, and -zero_point·scale is none. Other matrices
+stay in their dtype, vectors become F32. llama.cpp's rotary embedding of `llama` pairs neighbours: the rows of each head
+of queries and keys are in that order.
 
 What was written is read by the gguf package and compared. The same input gives the same bytes.
 Sources: conversion/base.py, llama.py, qwen.py of llama.cpp; the gguf package 0.19.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -32,24 +34,26 @@ from numpy.typing import NDArray
 
 from llmforge.backends import signatures
 from llmforge.backends.engines import BuildRequest, BuiltEngine
-from llmforge.backends.exported_parameters import Blocks, Exported, Quantized
+from llmforge.backends.exported_parameters import Blocks, Exported, KernelBlocks, Quantized
+from llmforge.backends.gguf import packing
 from llmforge.base import extras
 from llmforge.base.errors import UnsupportedError, VerificationError
+from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.gguf import blocks
 from llmforge.quantization import grids
-from llmforge.quantization.grids import QuantizedMatrix
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Changes
 from llmforge.runtime.config import FILE
 from llmforge.targets import Target
 
 BACKEND, MODEL_FILE = "gguf", "model.gguf"
-BLOCK: Final = 32
 ALIGNMENT: Final = 32  # bytes, GGUF's default
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _UNUSED = ".rotary_emb.inv_freq"  # buffers that older checkpoints hold
-_TYPES = {4: "Q4_0", 8: "Q8_0"}
-_BLOCK_BYTES = {"Q4_0": 18, "Q8_0": 34}
+# What a file is said to be, by the type of most of its quantized weights, embedding and head apart.
+_FILE_TYPES = {"Q3_K": "MOSTLY_Q3_K_M", "Q4_K": "MOSTLY_Q4_K_M", "Q5_K": "MOSTLY_Q5_K_M"}
+_QUANTIZED = {kind.name: kind for kind in blocks.TYPES.values() if kind.quantized}
 _PLAIN = {ir.DataType.FLOAT: "F32", ir.DataType.FLOAT16: "F16", ir.DataType.BFLOAT16: "BF16"}
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -159,12 +163,16 @@ def pre_tokenizer(checkpoint: Checkpoint) -> str:
 
 def _check_matrix(tensor: str, matrix: Quantized) -> None:
     """Return if the format holds the codes of a matrix exactly."""
-    if not isinstance(matrix, Blocks):
+    if not isinstance(matrix, Blocks | KernelBlocks):
         raise UnsupportedError(
             f"{tensor}: GGUF has no format with one fp32 scale for each output feature", hint="use quantize-weights"
         )
-    if matrix.bits not in _TYPES:
-        raise UnsupportedError(f"{tensor}: {matrix.bits} bits; GGUF holds codes of 4 and 8 bits", hint="set `bits: 4`")
+    if packing.type_of(matrix.grid, matrix.k) is not None:
+        return
+    if not isinstance(matrix, Blocks):
+        raise UnsupportedError(
+            f"{tensor}: no type of GGUF has {matrix.grid.format.name}", hint="set `codes: gguf` in quantize-weights"
+        )
     if not matrix.symmetric:
         raise UnsupportedError(
             f"{tensor}: Q4_1 does not hold zero points exactly", hint="set `symmetric: true` in quantize-weights"
@@ -174,11 +182,10 @@ def _check_matrix(tensor: str, matrix: Quantized) -> None:
             f"{tensor}: its scales are {matrix.stored_scales}; GGUF has them in fp16",
             hint="set `scales: fp16` in quantize-weights",
         )
-    if matrix.block_size % BLOCK or matrix.k % matrix.block_size:
-        raise UnsupportedError(
-            f"{tensor}: rows of {matrix.k} in blocks of {matrix.block_size} are no blocks of {BLOCK}",
-            hint=f"exclude it: `exclude: [{matrix.parameter}]`",
-        )
+    raise UnsupportedError(
+        f"{tensor}: rows of {matrix.k} in blocks of {matrix.block_size} are no blocks of {packing.BLOCK}",
+        hint=f"exclude it: `exclude: [{matrix.parameter}]`",
+    )
 
 
 def build(request: BuildRequest) -> BuiltEngine:
@@ -192,14 +199,31 @@ def build(request: BuildRequest) -> BuiltEngine:
     exported, folder = request.exported, request.folder
     assert exported is not None
     check(exported, request.spec)
+    folder.mkdir(parents=True, exist_ok=True)
+    used = write(exported, request.spec, folder / MODEL_FILE, request.progress)
+    written = signatures.export_format(request, BACKEND)
+    (folder / FILE).write_text(written.to_json(), encoding="utf-8")
+    facts = {
+        "format": f"GGUF, {architecture_of(exported.checkpoint).name}: {used}",
+        "codes": "read back, and equal to those of the graph",
+        "gguf": metadata.version("gguf"),
+    }
+    return BuiltEngine.built(request, written, facts, graph_=request.model)
+
+
+def write(exported: Exported, spec: EngineSpec, file: Path, progress: Progress) -> str:
+    """Write a file of parameters that were checked, read it back, and name the types in it.
+
+    Raises:
+        EnvironmentLacks: the gguf package is not installed.
+        VerificationError: what was written is not what was to be.
+    """
     extras.require(BACKEND)
     import gguf
 
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / MODEL_FILE
     checkpoint, architecture = exported.checkpoint, architecture_of(exported.checkpoint)
     writer = gguf.GGUFWriter(None, architecture.name)
-    _describe(writer, gguf, exported, request.spec)
+    _describe(writer, gguf, exported, spec)
     names = _names(gguf, checkpoint, architecture)
     kinds = {name: _kind(checkpoint, exported, name) for name in names}
     factors = _rope_factors(checkpoint.settings)
@@ -218,28 +242,20 @@ def build(request: BuildRequest) -> BuiltEngine:
             data = _data(gguf, checkpoint, exported, architecture, name, kind)
             writer.write_tensor_data(data)
             digests[names[name]] = hashlib.sha256(data.tobytes()).digest()
-            request.progress.advance(number + 1, len(kinds))
+            progress.advance(number + 1, len(kinds))
         if factors is not None:
             writer.write_tensor_data(factors)
             digests["rope_freqs.weight"] = hashlib.sha256(factors.tobytes()).digest()
     finally:
         writer.close()
     _prove(gguf, file, digests)
-    written = signatures.export_format(request, BACKEND)
-    (folder / FILE).write_text(written.to_json(), encoding="utf-8")
-    used = ", ".join(sorted({kind for kind, _ in kinds.values()}))
-    facts = {
-        "format": f"GGUF, {architecture.name}: {used}",
-        "codes": "read back, and equal to those of the graph",
-        "gguf": metadata.version("gguf"),
-    }
-    return BuiltEngine.built(request, written, facts, graph_=request.model)
+    return ", ".join(sorted({kind for kind, _ in kinds.values()}))
 
 
 def _as_bytes(kind: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     """Return the shape and the dtype in which a tensor of a type is handed over: blocks as bytes."""
-    if kind in _BLOCK_BYTES:
-        return (*shape[:-1], shape[-1] // BLOCK * _BLOCK_BYTES[kind]), np.dtype(np.uint8)
+    if (own := _QUANTIZED.get(kind)) is not None:
+        return (*shape[:-1], shape[-1] // own.elements * own.size_bytes), np.dtype(np.uint8)
     return shape, np.dtype(np.uint32 if kind == "F32" else np.uint16)
 
 
@@ -290,9 +306,12 @@ def _describe(writer: Any, gguf: ModuleType, exported: Exported, spec: EngineSpe
     if rope["rope_type"] == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(float(rope["factor"]))
-    bits = {matrix.bits for matrix in exported.quantized.values() if isinstance(matrix, Blocks) and not matrix.table}
-    kind = {4: "MOSTLY_Q4_0", 8: "MOSTLY_Q8_0"}[min(bits)] if bits else "MOSTLY_F16"
-    writer.add_file_type(gguf.LlamaFileType[kind])
+    weights: Counter[str] = Counter()
+    for matrix in exported.quantized.values():
+        if isinstance(matrix, Blocks | KernelBlocks):
+            weights[_type_of(matrix)] += 0 if matrix.table else matrix.n * matrix.k
+    kind = weights.most_common(1)[0][0] if weights else "F16"
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES.get(kind, f"MOSTLY_{kind}")])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     _describe_tokenizer(writer, gguf, checkpoint)
 
@@ -362,11 +381,19 @@ def _names(gguf: ModuleType, checkpoint: Checkpoint, architecture: LlamaCppModel
     return found
 
 
+def _type_of(matrix: Quantized) -> str:
+    """Name ggml's type of a matrix that was checked."""
+    assert isinstance(matrix, Blocks | KernelBlocks)
+    kind = packing.type_of(matrix.grid, matrix.k)
+    assert kind is not None
+    return kind
+
+
 def _kind(checkpoint: Checkpoint, exported: Exported, name: str) -> tuple[str, tuple[int, ...]]:
     """Say in which type a tensor is written, and its shape."""
     matrix, entry = exported.quantized.get(name), checkpoint.tensors[name]
-    if isinstance(matrix, Blocks):
-        return _TYPES[matrix.bits], (matrix.n, matrix.k)
+    if matrix is not None:
+        return _type_of(matrix), (matrix.n, matrix.k)
     if entry.dtype not in _PLAIN:
         raise UnsupportedError(f"gguf: {name} is stored as {entry.dtype.name}")
     return "F32" if len(entry.shape) < 2 else _PLAIN[entry.dtype], entry.shape
@@ -382,11 +409,12 @@ def _data(
     """
     rows = _rows(checkpoint, architecture, name)
     matrix = exported.quantized.get(name)
-    if isinstance(matrix, Blocks):
+    if matrix is not None:
+        assert isinstance(matrix, Blocks | KernelBlocks)
         read = matrix.read()
         if rows is not None:
             read = grids.rows(read, rows)
-        data = pack(read)
+        data = packing.pack(read)
         theirs = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
         if not np.array_equal(theirs, grids.dequantize(read)):
             raise VerificationError(f"{name} was not written as it was quantized")
@@ -396,19 +424,6 @@ def _data(
     if kind == "F32":
         return np.ascontiguousarray(array, np.float32).view(np.uint32)
     return np.ascontiguousarray(array).view(np.uint16)
-
-
-def pack(matrix: QuantizedMatrix) -> NDArray[np.uint8]:
-    """Lay codes out as Q4_0 or Q8_0, uint8 [N, K / 32 · bytes of a block]; symmetric, with scales that are fp16."""
-    n, k = matrix.shape
-    codes = matrix.codes.reshape(n, k // BLOCK, BLOCK)
-    scales = np.repeat(matrix.scales, matrix.grid.block_size // BLOCK, axis=1).astype("<f2")
-    if matrix.grid.bits == 4:
-        stored = codes[..., : BLOCK // 2] | codes[..., BLOCK // 2 :] << np.uint8(4)
-    else:
-        stored = codes ^ np.uint8(128)  # code - 128 in two's complement
-    heads = scales[..., None].view(np.uint8)
-    return np.concatenate([heads, stored], axis=-1).reshape(n, -1)
 
 
 def _rows(checkpoint: Checkpoint, architecture: LlamaCppModel, name: str) -> NDArray[np.intp] | None:

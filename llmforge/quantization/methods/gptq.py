@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from llmforge.quantization import rounding
-from llmforge.quantization.formats import NATIVE, TRELLISES, Format
+from llmforge.quantization.formats import GGUF, NATIVE, TRELLISES, Format
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import (
     Float32,
@@ -63,7 +63,7 @@ class Gptq(Method):
 
     name: ClassVar[str] = "gptq"
     summary: ClassVar[str] = "minimize the error on the calibration text"
-    formats: ClassVar[tuple[Format, ...]] = (*NATIVE, *TRELLISES)
+    formats: ClassVar[tuple[Format, ...]] = (*NATIVE, *TRELLISES, *GGUF)
     demands: ClassVar[frozenset[InputStatistic]] = frozenset(
         {InputStatistic.MOMENTS, InputStatistic.DRIFT, InputStatistic.RESIDUAL}
     )
@@ -247,6 +247,8 @@ def gptq(
         matrix.codes[own], matrix.scales[own] = again.codes, again.scales
         if matrix.zero_points is not None and again.zero_points is not None:
             matrix.zero_points[own] = again.zero_points
+        if matrix.minimums is not None and again.minimums is not None:
+            matrix.minimums[own] = again.minimums
         error[own] = left - moved
     return matrix
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from pydantic.dataclasses import dataclass
 
 from llmforge.quantization import rounding
-from llmforge.quantization.formats import NATIVE, TRELLISES, Format
+from llmforge.quantization.formats import GGUF, NATIVE, TRELLISES, Format
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, QuantizedMatrix, require_finite, round_to_nearest
 from llmforge.quantization.methods.base import NO_INPUTS, InputStatistic, LayerInputs, Method
@@ -31,7 +31,7 @@ class Importance(Method):
 
     name: ClassVar[str] = "importance"
     summary: ClassVar[str] = "round to nearest, errors weighed by mean and square of each input channel"
-    formats: ClassVar[tuple[Format, ...]] = (*NATIVE, *TRELLISES)
+    formats: ClassVar[tuple[Format, ...]] = (*NATIVE, *TRELLISES, *GGUF)
     demands: ClassVar[frozenset[InputStatistic]] = frozenset({InputStatistic.SUMS, InputStatistic.SQUARES})
 
     def quantize(self, weight: NDArray[Any], grid: Grid, inputs: LayerInputs = NO_INPUTS) -> QuantizedMatrix:

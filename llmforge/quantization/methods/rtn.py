@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from numpy.typing import NDArray
 from pydantic.dataclasses import dataclass
 
-from llmforge.quantization.formats import NATIVE, TRELLISES, Format
+from llmforge.quantization.formats import GGUF, NATIVE, TRELLISES, Format
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import QuantizedMatrix, round_to_nearest
 from llmforge.quantization.methods.base import NO_INPUTS, LayerInputs, Method
@@ -19,7 +19,7 @@ class Rtn(Method):
 
     name: ClassVar[str] = "rtn"
     summary: ClassVar[str] = "round to nearest"
-    formats: ClassVar[tuple[Format, ...]] = (*NATIVE, *TRELLISES)
+    formats: ClassVar[tuple[Format, ...]] = (*NATIVE, *TRELLISES, *GGUF)
 
     def quantize(self, weight: NDArray[Any], grid: Grid, inputs: LayerInputs = NO_INPUTS) -> QuantizedMatrix:
         """Choose the nearest codes."""

@@ -20,14 +20,15 @@ from llmforge.quantization.formats import SUPERBLOCK
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, QuantizedMatrix, assemble
 
-VERSION = 3  # of the functions and their arguments, as rounding.c says it
+VERSION = 5  # of the functions and their arguments, as rounding.c says it
 TILE = 32  # rows that are rounded side by side (rounding.h)
-_STORAGE = {"fp32": 0, "fp16": 1, "int8": 2, "bf16": 3}  # as rounding.h counts them
+# as rounding.h counts them
+_STORAGE = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3, "int6-fp16": 4, "int8-fp16": 5}
 _INTEGERS = ("n", "k", "block", "superblock")
-_NUMBERS = ("bits", "symmetric", "storage", "steps", "sweeps", "held", "trellis")
+_NUMBERS = ("bits", "symmetric", "storage", "steps", "sweeps", "held", "trellis", "minima")
 _ARRAYS = (
     *("target", "order", "hessian", "lower", "mean", "feedback"),
-    *("weight", "codes", "scales", "zeros", "errors"),
+    *("weight", "codes", "scales", "zeros", "minimums", "errors"),
 )
 
 
@@ -129,6 +130,7 @@ def choose(
         "codes": np.empty((n, k), np.uint8),
         "scales": np.empty((n, blocks), np.float32),
         "zeros": np.empty((n, blocks), np.uint8),
+        "minimums": np.empty((n, blocks if grid.minimums else 0), np.float32),
         "errors": np.empty((n if with_errors else 0, k), np.float32),
     }
     if start is not None:
@@ -136,14 +138,27 @@ def choose(
         assert start.scales.shape == (n, blocks)
         arrays["scales"] = start.scales.copy()
         zeros = start.zero_points
+        if start.minimums is not None:
+            arrays["minimums"] = start.minimums.copy()
         arrays["zeros"] = np.full((n, blocks), _zero(grid), np.uint8) if zeros is None else zeros.copy()
     assert arrays["order"].shape == (k,)
     assert arrays["hessian"].shape == arrays["lower"].shape == square
     assert arrays["mean"].shape == arrays["feedback"].shape == channels
-    numbers = (grid.bits, grid.symmetric, _STORAGE[grid.scale], steps, sweeps, start is not None, grid.trellis)
+    numbers = (
+        grid.bits,
+        grid.symmetric,
+        _STORAGE[grid.scale],
+        steps,
+        sweeps,
+        start is not None,
+        grid.trellis,
+        grid.minimums,
+    )
     places = {name: array.ctypes.data if array.size else None for name, array in arrays.items()}
     job = _RoundingJob(n, k, grid.block_size, SUPERBLOCK, *numbers, *(places[name] for name in _ARRAYS))
     if _library().llmforge_round(ctypes.byref(job), threads):
         raise MemoryError(f"a weight [{n}, {k}] could not be rounded")
+    if grid.minimums:
+        return QuantizedMatrix(grid, arrays["codes"], arrays["scales"], None, arrays["minimums"]), arrays["errors"]
     matrix = assemble(grid, arrays["codes"], arrays["scales"], arrays["zeros"].astype(np.float32))
     return matrix, arrays["errors"]

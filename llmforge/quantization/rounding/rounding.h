@@ -8,14 +8,19 @@
 #define LANES 16 /* rows whose codes of a trellis depend on one another (llmforge/native/kernels.h) */
 #define BATCH 64 /* columns whose updates of the others are applied at once, as one matrix product */
 
-enum { SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_INT8 = 2, SCALE_BF16 = 3 }; /* how scales are stored; INT8: under a bf16 superscale */
+/* How scales are stored: from INT8 on as codes, INT8 under a bf16 superscale, INT6_FP16 and INT8_FP16 under one in fp16, as
+ * minima are, always in 6 bits. UNSTORED: as they are found, before there are superscales. */
+enum {
+    SCALE_UNSTORED = -1, SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_BF16 = 2, SCALE_INT8 = 3, SCALE_INT6_FP16 = 4, SCALE_INT8_FP16 = 5
+};
 
 /* A weight [n, k] and what is known of its inputs. `order` is the order in which columns are rounded; H and its factor
  * stand in that order, as do mean and feedback; the rest in the order of the columns. Without H (NULL) errors are fed
  * back by the mean alone, and there are no sweeps. */
 typedef struct Rounding {
     int64_t n, k, block, superblock; /* columns that share a scale, and a superscale */
-    int32_t bits, symmetric, storage, steps, sweeps, held, trellis; /* held: scales and zeros say the grid to begin with */
+    /* held: scales and zeros, or minima, say the grid to begin with; minima: value = code·scale + minimum, no zero points */
+    int32_t bits, symmetric, storage, steps, sweeps, held, trellis, minima;
     const float *target;   /* [n, k]: what is to be matched */
     const int32_t *order;  /* [k] */
     const float *hessian;  /* [k, k], or NULL */
@@ -26,6 +31,7 @@ typedef struct Rounding {
     uint8_t *codes;        /* [n, k] */
     float *scales;         /* [n, blocks] */
     uint8_t *zeros;        /* [n, blocks] */
+    float *minimums;       /* [n, blocks], or NULL */
     float *errors;         /* [n, k]: what is left, target - value; NULL: nobody asks */
     /* Made from these before the first tile: the columns of each block by their place in the order, and H of them. */
     const int64_t *columns; /* [blocks, widest], widest = min(block, k) */
