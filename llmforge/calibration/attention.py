@@ -1,46 +1,31 @@
-"""Causal attention of a layer that multiplies in bf16: what torch would compute in fp32 is the compiled loops'."""
+"""Causal attention while a layer runs: what torch would compute is the compiled loops'."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from llmforge.quantization.rounding import attention, products
+from llmforge.quantization.rounding import attention
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention  # as transformers calls it
 
 
-@contextmanager
-def narrowed_attention(module: torch.nn.Module) -> Iterator[None]:
-    """Let causal attention in `module` multiply in bf16, forwards and backwards; what goes in and comes out is fp32.
+@cache
+def compiled_attention() -> Callable[[], AbstractContextManager[object]]:
+    """Return what makes a context in which causal attention on this thread is the compiled loops', and differentiable.
 
-    Softmax and sums are fp32. Attention with a mask, and that of tensors elsewhere than on the CPU, is left alone, as is
-    all of it where the processor multiplies no bf16.
+    Attention with a mask, and that of tensors elsewhere than on the CPU, is torch's, as is all of it where the
+    processor has not their instructions.
     """
-    if not products.has_bf16():
-        yield
-        return
-    plain, own = module.forward, vars(module).get("forward")
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with _Narrowed():
-            return plain(*args, **kwargs)
-
-    module.forward = forward  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        if own is None:
-            del module.forward
-        else:
-            module.forward = own  # type: ignore[method-assign]
+    return _Compiled if attention.is_compiled() else nullcontext
 
 
-class _Narrowed(TorchFunctionMode):
+class _Compiled(TorchFunctionMode):
     """Answers calls of torch's attention on the thread that enters it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

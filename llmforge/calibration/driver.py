@@ -24,7 +24,7 @@ from llmforge.calibration.asked import DemandsByKind, refuse
 from llmforge.calibration.carriers import Carriers, Worker
 from llmforge.calibration.device import HOST, ExecutionDevice
 from llmforge.calibration.gradients import Gradients, take
-from llmforge.calibration.layer import DecoderLayer
+from llmforge.calibration.layer import DecoderLayer, fast
 from llmforge.calibration.pricing import LinearMoments, Losses
 from llmforge.calibration.quantize import (
     WeightQuantization,
@@ -463,7 +463,7 @@ def _run_layer(
         layer, pruned = prune.prune_layer(layer, index, original, asked.pruning, known)
     if found is not None:
         coarse = how is not None and is_coarse(layer, how.demand)
-        with layer.fast() if coarse else nullcontext():  # as it ran first
+        with fast(layer.linears().values()) if coarse else nullcontext():  # as it ran first
             _repeat_layer(layer, original if how is not None else None, current, found)
         _check(layer, current)
         return found

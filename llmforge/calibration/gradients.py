@@ -93,7 +93,7 @@ def take(
         for layer in skeleton.stream(range(len(skeleton.layers)), calls):
             index, layer = skeleton.prefixes.index(layer.name), replace(layer, each=each)
             np.save(Path(passed) / f"{index}.npy", torch.cat(current, 1).cpu().numpy(), allow_pickle=False)
-            with layer.fast():
+            with fast(layer.linears().values()):
                 current = list(layer.each(layer.run, chosen, current))
             del layer
         flowing, reads = of_loss(skeleton, [windows[window] for window in chosen], current)
@@ -210,7 +210,7 @@ def _backwards(
         return own.sums, made
 
     sums, flowed = _Sums(), list[torch.Tensor | None]([None] * len(chosen))
-    with layer.fast(), _summed(layer.linears(), own, reads=reads):
+    with fast(layer.linears().values()), _summed(layer.linears(), own, reads=reads):
         for share, (of_share, made) in enumerate(layer.each(run, range(SHARES))):
             sums.merge(of_share)
             flowed[share::SHARES] = made

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts as of_experts
-from llmforge.calibration.attention import narrowed_attention
+from llmforge.calibration.attention import compiled_attention
 from llmforge.calibration.device import HOST, ExecutionDevice
 from llmforge.calibration.threads import has_bf16
 from llmforge.checkpoint import Checkpoint
@@ -112,7 +112,8 @@ class DecoderLayer:
         for recorder in call.kwargs.values():
             if isinstance(recorder, _CacheRecorder):
                 recorder.ended = True  # what it recorded is of an earlier run
-        return _hidden(self.module(self.device.put(state), *call.args, **call.kwargs))
+        with compiled_attention()():
+            return _hidden(self.module(self.device.put(state), *call.args, **call.kwargs))
 
     def advance(self, states: list[torch.Tensor]) -> None:
         """Carry the hidden states of all windows through the layer, to where they rest."""
@@ -344,12 +345,6 @@ class DecoderLayer:
             f"{name} does not run for every window of the calibration text, so its inputs are unknown",
             hint=f"add it to `exclude`, or use method: {PLAIN.name}",
         )
-
-    @contextmanager
-    def fast(self) -> Iterator[None]:
-        """Let its linears, as `fast` does, and causal attention multiply in bf16 where that is faster."""
-        with fast(self.linears().values()), narrowed_attention(self.module):
-            yield
 
     def _left(self, name: str) -> Selected:
         return self.selected.get(name, _WHOLE)

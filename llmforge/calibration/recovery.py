@@ -173,7 +173,7 @@ class _Student:
         before = [[self.entered[window] for window in windows]]
         for index in range(len(self.skeleton.layers)):
             layer, _ = self.load(index)
-            with layer.fast():
+            with fast(layer.linears().values()):
                 before.append([layer.run(*given) for given in zip(windows, before[-1], strict=True)])
         with fast(self.heads):
             lost = [self._lost(*given, gradient=True)[1] for given in zip(windows, before.pop(), strict=True)]
@@ -218,7 +218,7 @@ def _backwards(
     linears = layer.linears()
     for name in names:
         linears[name].weight.requires_grad_()
-    with torch.enable_grad(), layer.fast():
+    with torch.enable_grad(), fast(linears.values()):
         for number, (window, given) in enumerate(zip(windows, states, strict=True)):
             state = given.detach().requires_grad_()
             layer.run(window, state).backward(flowing[number])  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from llmforge.calibration.device import ExecutionDevice
-from llmforge.calibration.layer import Additions, DecoderLayer, Observed
+from llmforge.calibration.layer import Additions, DecoderLayer, Observed, fast
 from llmforge.calibration.resuming import SHARES, Runs
 from llmforge.calibration.sums import InputSums
 from llmforge.quantization.grids import Float32
@@ -188,7 +188,7 @@ class WindowsHere:
 
         self._added, device = added, self.layer.device
         if coarse:
-            self._open.enter_context(self.layer.fast())
+            self._open.enter_context(fast(self.layer.linears().values()))
         with self.layer.observed(names, added.last) as observe:
             self.original[:], self._seen[:] = zip(
                 *self.layer.each(run, range(len(self.original)), self.original), strict=True

@@ -18,6 +18,7 @@ typedef struct Attention {
 } Attention;
 
 #if defined(__x86_64__)
+/* Both return 0, or 1 where there is not enough memory. Backwards, gradients of k and v are added to what is there. */
 int attend(const Attention *of);
 int attend_backwards(const Attention *of);
 #endif

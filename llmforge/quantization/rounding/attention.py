@@ -1,8 +1,7 @@
-"""Causal attention of one window by the compiled loops (attention_avx512bf16.c), and its gradients.
+"""Causal attention of one window by the compiled loops (attention_avx512.c), and its gradients.
 
-torch's own multiplies what no query attends to in part, in fp32 by kernels that use half of the vectors of AMD's
-processors. 512 tokens, 9 heads of 64 channels, CPU ms of one thread of an EPYC (Zen 5), forwards and with gradients:
-9.8 and 36 there, XX and XX here.
+torch multiplies by MKL, which on AMD's processors uses half of their vectors. 512 tokens, 9 heads of 64 channels, one
+thread of an EPYC (Zen 5) that others use, too: 9.8 CPU ms there, and 36 with gradients; 4.0 and 14 here.
 """
 
 from __future__ import annotations
@@ -38,10 +37,16 @@ class Attended(NamedTuple):
     lse: Float32  # [heads, tokens]
 
 
-def attend(q: Float32, k: Float32, v: Float32, scale: float) -> Attended:
-    """Let each token of q [heads, tokens, D] attend to itself and those before it, k [kv_heads, tokens, D] and v [.., V].
+def is_compiled() -> bool:
+    """Say whether `attend` is compiled here, and this processor has its instructions, AVX-512."""
+    return rounding.place() is not None and bool(rounding._library().llmforge_can_attend())
 
-    Factors are rounded to bf16; softmax and sums are fp32. Channels lie next to each other. On this thread alone.
+
+def attend(q: Float32, k: Float32, v: Float32, scale: float) -> Attended:
+    """Let each token of q [heads, tokens, D] attend to itself and those before it.
+
+    Keys k are [kv_heads, tokens, D], values v [kv_heads, tokens, V]; all is fp32, and channels lie next to each other.
+    It runs on this thread alone.
 
     Raises:
         MemoryError: there is no memory for the scores of 64 queries.

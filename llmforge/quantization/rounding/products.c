@@ -6,7 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "attention.h"
 #include "threads.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -192,16 +191,6 @@ EXPORT int llmforge_add_tokens(const TokenProduct *product, int threads) {
     return 0;
 #else
     (void)product, (void)threads;
-    return 1;
-#endif
-}
-
-/* Attention, or its gradients where `d_out` is given, on this thread. Returns 0, or 1 where there is not enough memory. */
-EXPORT int llmforge_attend(const Attention *attention) {
-#if defined(__x86_64__)
-    return attention->d_out == NULL ? attend(attention) : attend_backwards(attention);
-#else
-    (void)attention;
     return 1;
 #endif
 }
