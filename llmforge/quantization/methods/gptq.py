@@ -146,9 +146,9 @@ def target(weight: Float32, curvature: Curvature, inputs: LayerInputs) -> Float3
 
     With α = β = 1 it is the least-squares solution of Ŵx ≈ Wx̃ + r̃ - r over the calibration tokens: C = Σ (x̃ - x) xᵀ
     (GPTAQ, arXiv 2504.02692), R = Σ (r̃ - r) xᵀ (LoaQ, arXiv 2509.06297). That fits those tokens a little too well: α
-    and β are those of `SHARES` that leave the least error on the tokens of `inputs.held` when C and R are of the others,
-    H of all; they are chosen by `SAMPLED` rows, and hold for all. H of the others, with a factor of its own, chose no
-    better: KLD with that of all, as a share, the sample at 4 bits 0.98, experts 0.96.
+    and β are those of `SHARES` that leave the least error on the tokens of `inputs.held` when C and R are of the
+    others, H of all; they are chosen by `SAMPLED` rows, and hold for all. H of the others, with a factor of its own,
+    chose no better: KLD with that of all, as a share, the sample at 4 bits 0.98, experts 0.96.
     """
     if InputStatistic.DRIFT not in inputs.sums:
         return weight
