@@ -52,7 +52,9 @@ def _attended(
         return None
     if any(x.shape[0] != 1 or x.ndim != 4 or x.dtype != torch.float32 or not x.is_cpu for x in given):
         return None
-    made: torch.Tensor = _Attention.apply(*given, query.shape[-1] ** -0.5 if scale is None else scale)
+    made: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        *given, query.shape[-1] ** -0.5 if scale is None else scale
+    )
     return made
 
 
@@ -61,19 +63,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        given = [_dense(x) for x in (q, k, v)]
-        found = attention.attend(*(x[0].numpy() for x in given), scale)
-        out, lse = map(torch.from_numpy, found)
+        q, k, v = _dense(q), _dense(k), _dense(v)
+        out, lse = map(torch.from_numpy, attention.attend(q[0].numpy(), k[0].numpy(), v[0].numpy(), scale))
         ctx.scale = scale
-        ctx.save_for_backward(*given, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse)
         return out[None]
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         found, gradient = attention.Attended(out.numpy(), lse.numpy()), _dense(gradients[0])
-        given = (x[0].numpy() for x in (q, k, v))
-        made = attention.attend_backwards(*given, found, ctx.scale, gradient[0].numpy())
+        read = q[0].numpy(), k[0].numpy(), v[0].numpy()
+        made = attention.attend_backwards(*read, found, ctx.scale, gradient[0].numpy())
         return *(torch.from_numpy(each)[None] for each in made), None
 
 
