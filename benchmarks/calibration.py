@@ -193,6 +193,7 @@ def main() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:  # torch has read it: as builds run, without it twice the CPU seconds
         process.prepare()
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.calibration", *sys.argv[1:]])
+    process.keep_freed_memory()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", nargs="?", default=str(model_size.SAMPLE / "docs-llama-7m"))
     parser.add_argument("--tokens", type=int, default=8192, help="of calibration text (default: %(default)s)")

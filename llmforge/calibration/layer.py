@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts as of_experts
+from llmforge.calibration.attention import compiled_attention
 from llmforge.calibration.device import HOST, ExecutionDevice
 from llmforge.calibration.threads import has_bf16
 from llmforge.checkpoint import Checkpoint
@@ -111,7 +112,8 @@ class DecoderLayer:
         for recorder in call.kwargs.values():
             if isinstance(recorder, _CacheRecorder):
                 recorder.ended = True  # what it recorded is of an earlier run
-        return _hidden(self.module(self.device.put(state), *call.args, **call.kwargs))
+        with compiled_attention()():
+            return _hidden(self.module(self.device.put(state), *call.args, **call.kwargs))
 
     def advance(self, states: list[torch.Tensor]) -> None:
         """Carry the hidden states of all windows through the layer, to where they rest."""

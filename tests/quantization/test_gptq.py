@@ -276,6 +276,19 @@ def test_the_target_makes_up_for_what_was_lost_before() -> None:
     np.testing.assert_array_equal(target(weight, curvature, opposed), weight)
 
 
+def test_shares_are_chosen_without_another_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, weight = inputs(800, 64), weights(24, 64)
+    current = original + 0.3 * inputs(800, 64, seed=5)
+    here, apart = (statistics(original[of], current[of]) for of in (slice(0, 600), slice(600, 800)))
+    together = {key: here[key] + apart[key] for key in here}
+    curvature = Curvature.of(together[InputStatistic.MOMENTS], DAMPING)
+    monkeypatch.setattr(Curvature, "of", None)
+    moved = target(weight, curvature, LayerInputs(800, False, together, apart))
+    assert not np.array_equal(moved, weight)
+    nothing_else = target(weight, curvature, LayerInputs(800, False, together, together))  # all text is held out
+    np.testing.assert_array_equal(nothing_else, weight)
+
+
 def test_the_method_rounds_the_target() -> None:
     original, weight, grid = inputs(800, 96), weights(32, 96), Grid(8, 32, False)
     current = original + 0.3 * inputs(800, 96, seed=5)

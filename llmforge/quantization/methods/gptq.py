@@ -146,18 +146,21 @@ def target(weight: Float32, curvature: Curvature, inputs: LayerInputs) -> Float3
 
     With α = β = 1 it is the least-squares solution of Ŵx ≈ Wx̃ + r̃ - r over the calibration tokens: C = Σ (x̃ - x) xᵀ
     (GPTAQ, arXiv 2504.02692), R = Σ (r̃ - r) xᵀ (LoaQ, arXiv 2509.06297). That fits those tokens a little too well: α
-    and β are those of `SHARES` that leave the least error on the tokens of `inputs.held` when made of the others; they
-    are chosen by `SAMPLED` rows, and hold for all.
+    and β are those of `SHARES` that leave the least error on the tokens of `inputs.held` when C and R are of the
+    others, H of all; they are chosen by `SAMPLED` rows, and hold for all. H of the others, with a factor of its own,
+    chose no better: KLD with that of all, as a share, the sample at 4 bits 0.98, experts 0.96.
     """
     if InputStatistic.DRIFT not in inputs.sums:
         return weight
     shares: tuple[float, ...] = (DRIFT, 0.0)
     if inputs.held is not None:
         rest = {key: total - inputs.held[key] for key, total in inputs.sums.items()}
+        whole, others = (float(sums[InputStatistic.MOMENTS].trace()) for sums in (inputs.sums, rest))
+        more = np.float32(whole / others if others else 1)  # as many tokens as H has
+        rest = {key: total * more for key, total in rest.items()}
         some = np.linspace(0, len(weight) - 1, min(len(weight), SAMPLED)).round().astype(np.intp)
         told, held = ({key: _of_rows(key, total, some) for key, total in sums.items()} for sums in (rest, inputs.held))
-        of_rest = Curvature.of(rest[InputStatistic.MOMENTS], curvature.damping, curvature.threads)
-        shares = _shares(weight[some], of_rest, told, held)
+        shares = _shares(weight[some], curvature, told, held)
     drift, threads = inputs.sums[InputStatistic.DRIFT], curvature.threads
     if InputStatistic.RESIDUAL not in inputs.sums and len(weight) > len(drift):  # C·H⁻¹ has fewer rows than W·C
         return weight + np.float32(shares[0]) * products.multiply(weight, curvature.solve(drift), threads=threads)

@@ -1,0 +1,84 @@
+"""Causal attention while a layer runs: what torch would compute is the compiled loops'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from llmforge.quantization.rounding import attention
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention  # as transformers calls it
+
+
+@cache
+def compiled_attention() -> Callable[[], AbstractContextManager[object]]:
+    """Return what makes a context in which causal attention on this thread is the compiled loops', and differentiable.
+
+    Attention with a mask, and that of tensors elsewhere than on the CPU, is torch's, as is all of it where the
+    processor has not their instructions.
+    """
+    return _Compiled if attention.is_compiled() else nullcontext
+
+
+class _Compiled(TorchFunctionMode):
+    """Answers calls of torch's attention on the thread that enters it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _ATTENTION:
+            made = _attended(*args, **(kwargs or {}))
+            if made is not None:
+                return made
+        return func(*args, **(kwargs or {}))
+
+
+def _attended(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor | None:
+    """Return what torch's function of these parameters returns, [1, heads, tokens, channels]; None: left to torch."""
+    given = query, key, value
+    if attn_mask is not None or dropout_p or not is_causal or query.shape[2] != key.shape[2]:
+        return None
+    if any(x.shape[0] != 1 or x.ndim != 4 or x.dtype != torch.float32 or not x.is_cpu for x in given):
+        return None
+    made: torch.Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+        *given, query.shape[-1] ** -0.5 if scale is None else scale
+    )
+    return made
+
+
+class _Attention(torch.autograd.Function):
+    """The compiled loops, as torch differentiates."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        q, k, v = _dense(q), _dense(k), _dense(v)
+        out, lse = map(torch.from_numpy, attention.attend(q[0].numpy(), k[0].numpy(), v[0].numpy(), scale))
+        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out[None]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        found, gradient = attention.Attended(out.numpy(), lse.numpy()), _dense(gradients[0])
+        read = q[0].numpy(), k[0].numpy(), v[0].numpy()
+        made = attention.attend_backwards(*read, found, ctx.scale, gradient[0].numpy())
+        return *(torch.from_numpy(each)[None] for each in made), None
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Return x with its channels next to each other."""
+    held = x.detach()
+    return held if held.stride(-1) == 1 else held.contiguous()
