@@ -201,7 +201,7 @@ def test_it_refuses_experts_with_these_words(name: FormatName, vllm: Path, tmp_p
 @pytest.mark.parametrize("exported", [False, True])
 def test_tritons_backend_takes_the_repository(exported: bool, vllm: Path, data: Path, tmp_path: Path) -> None:
     """Without its server: config.pbtxt by Triton's own schema, model.json as arguments of vLLM's engine."""
-    recipe = recipe_of(tmp_path, data / "docs-llama-7m", data, target="local", validation={}, gates={})
+    recipe = recipe_of(tmp_path, data / "docs-llama-7m", data, target="local", gates={})
     built = pipeline.build(Recipe.load(recipe), tmp_path / "out", Silent())
     start, model = built.path, built.path / "triton" / "tiny"
     if exported:
