@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -22,6 +23,7 @@ import pytest
 from llmforge.artifact import remote
 from llmforge.artifact.remote import Url
 from llmforge.base import extras
+from llmforge.farm import running
 
 from ..models import zoo
 from ..samples import pages
@@ -62,6 +64,7 @@ GPU = """
     engine.deferred: true
     validation.quality: {data: evaluation.jsonl, context: 32}
     passes: [pack-qkv, pack-gate-up, lower-precision: {dtype: fp16, budget: {kld_mean: 1}}]"""
+MOST_KILLS = running.ATTEMPTS - 2  # of one build: the last attempts are for nodes whose builds end before they do
 STORE = f"s3://{BUCKET}/store"
 
 
@@ -167,15 +170,24 @@ def test_what_is_lost_is_asked_again(place: Path, cluster: Nodes, s3: S3, driver
     assert what != "build" or notes[0].startswith("the build was killed on n")
 
 
-def killed(cluster: Nodes, what: str, rng: random.Random | None = None) -> bool:
-    """Whether a build, or the worker that waits for it, was there to be killed."""
+def title_of(build: psutil.Process) -> str:
+    """What a build is of, whoever started it."""
+    command = build.cmdline()
+    return " ".join(command[command.index("build") :])
+
+
+def killed(cluster: Nodes, what: str, rng: random.Random | None = None, kills: Counter[str] | None = None) -> bool:
+    """Whether a build, or the worker that waits for it, was there to be killed; each as often as it is begun again."""
     with contextlib.suppress(psutil.NoSuchProcess):
         builds = cluster.builds()
         for build in builds if rng is None else rng.sample(builds, len(builds)):
-            victim = build if what == "build" else build.parent()
-            if victim is not None and victim.is_running():
-                victim.kill()
-                return True
+            victim, title = build if what == "build" else build.parent(), title_of(build)
+            if victim is None or (kills is not None and kills[title] >= MOST_KILLS):
+                continue
+            victim.kill()
+            if kills is not None:
+                kills[title] += 1
+            return True
     return False
 
 
@@ -346,7 +358,7 @@ def test_a_lost_head_ends_with_a_page(place: Path, s3: S3, driver: Driver) -> No
 
 def test_random_kills(place: Path, s3: S3, driver: Driver) -> None:
     """Twenty in twelve builds: workers, builds, nodes, the board, the store for ten seconds."""
-    rng = random.Random(35)
+    rng, kills = random.Random(35), Counter[str]()
     matrix, store = write_matrix(place, 12), f"s3://{BUCKET}/random"
     cache = cache_options(place, "cache")
     nodes = Nodes(Path(tempfile.mkdtemp(prefix="farm-", dir="/tmp")))
@@ -360,7 +372,10 @@ def test_random_kills(place: Path, s3: S3, driver: Driver) -> None:
             until(lambda: command.poll() is not None or nodes.builds())
             time.sleep(rng.uniform(0, 4))
             assert command.poll() is None, (number, driver.end(command))
-            harm(nodes, s3, kind, f"k{number + 3}", rng)
+            if kind in ("worker", "build"):
+                until(lambda kind=kind: command.poll() is not None or killed(nodes, kind, rng, kills))
+            else:
+                harm(nodes, s3, kind, f"k{number + 3}", rng)
         done = driver.end(command, 1800)
     finally:
         nodes.close()
@@ -373,7 +388,7 @@ def test_random_kills(place: Path, s3: S3, driver: Driver) -> None:
 
 
 def harm(nodes: Nodes, s3: S3, kind: str, spare: str, rng: random.Random) -> None:
-    """Do one kind of harm now; a node that is killed is replaced."""
+    """Harm a node, which is replaced, the board or the store now."""
     with contextlib.suppress(psutil.NoSuchProcess):
         if kind == "store":
             with s3.away():
@@ -381,11 +396,9 @@ def harm(nodes: Nodes, s3: S3, kind: str, spare: str, rng: random.Random) -> Non
         elif kind == "node":
             nodes.drop(rng.choice([each for each in nodes.nodes if each != "k0"]))
             nodes.start(spare, **s3.env)
-        elif kind == "board":
+        else:
             for board in nodes.processes("ray::_Board"):
                 board.kill()
-        else:
-            killed(nodes, kind, rng)
 
 
 def built_alone(place: Path, driver: Driver, matrix: Path) -> dict[str, str]:
@@ -411,9 +424,12 @@ def cache_options(place: Path, folder: str) -> list[object]:
 
 
 def test_a_search_leaves_nothing_on_its_nodes(place: Path, cluster: Nodes, s3: S3, driver: Driver) -> None:
+    """The model is one that their caches do not know, so that they write to the remote one."""
     store = f"s3://{BUCKET}/search"
+    zoo.write("qwen3", place / "qwen3")
+    (place / "search.yaml").write_text(RECIPE.replace("checkpoint: llama", "checkpoint: qwen3"), encoding="utf-8")
     done = driver.run(
-        "tune", place / "recipe.yaml", "--objective", "size", "--option", "engine.max_batch=[1,2]", "--trials", 2,
+        "tune", place / "search.yaml", "--objective", "size", "--option", "engine.max_batch=[1,2]", "--trials", 2,
         "-o", driver.folder / "search", "--address", cluster.address, "--store", store, "--jobs", 1, "--json",
         *cache_options(place, "cache2"),
     )  # fmt: skip
