@@ -46,13 +46,14 @@ def build_engine(state: CompileState) -> None:
         request = _request(state, lowered)
         if recipe.engine.deferred:
             read = state.read
-            waiting = pending.write(
+            waiting, written = pending.write(
                 request,
                 weight_bytes_per_token=read.weights,
                 kv_bytes_per_token=read.kv,
                 multiply_adds_per_token=read.multiply_adds,
             )
-            state.hashing.begin_all()
+            state.hashing.begin_content()
+            written_files.require_written(state.staging, written, state.hashing)
             written_files.require_pending(state.staging, expected, waiting)
         else:
             builder, plugin = engines.for_target(backend, state.target), plugin_of(backend)
@@ -64,9 +65,10 @@ def build_engine(state: CompileState) -> None:
             state.notes += [*engine.notes, *(f"interface: {note}" for note in notes)]
             served = _write_repository(state, engine)
             state.engine = engine
-            state.hashing.begin_all()
+            state.hashing.begin_content()
             if plugin is None:  # what is compared now is what is hashed
                 expected = expected.also({f"engine/{name}": content for name, content in files.items()})
+                written_files.require_written(state.staging, engine.written, state.hashing)
                 written_files.require_right(state.staging, expected, engine.config, served)
     if state.engine is not None and _runs_whole(state):
         state.engine_proof = state.overlap.proofs.begin(nullcontext(), partial(_hold_engine, state))
