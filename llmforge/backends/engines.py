@@ -68,7 +68,7 @@ class BuiltEngine:
     facts: Mapping[str, str] = field(default_factory=dict)  # what else is known of it, for a reader
     graph: ir.Model | None = None  # what was written, where the folder holds no graph
     notes: tuple[str, ...] = ()  # what a reader should know of this build
-    written: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of what was written to graphs and weights, by name
+    written: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of what was written, by name
 
     @classmethod
     def built(

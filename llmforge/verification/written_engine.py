@@ -31,15 +31,15 @@ LONGEST = 1024  # tokens of a text
 DECODED = 3  # tokens one by one, after prompt and continuation
 ROWS = 3  # side by side, at most
 ANSWERED = 64  # tokens of a step that get logits, at least where it has so many: each costs the vocabulary
-# Nats a token, mean of a step. With llmforge's kernels, honest engines had equal bits (the sample, a mixture of experts
-# and SmolLM2-135M); elsewhere ONNX Runtime's optimizations sum in another order, and int8 inputs round otherwise for it:
-# 2e-6 at most (gpt-oss). A twentieth of a mixture's positions, or ids, that are half as large again lost 4e-4.
+# Nats a token, mean of a step. With llmforge's kernels, honest engines had equal bits (the sample, a mixture of
+# experts, SmolLM2-135M); elsewhere ONNX Runtime's optimizations sum in another order, and int8 inputs round otherwise
+# for it: 2e-6 at most (gpt-oss). A twentieth of a mixture's positions, or ids, half as large again lost 4e-4.
 MOST_KLD = 1e-4
 # Where a step loses more, the graph runs again with its fp32 weights moved by so much of themselves, and so many times
 # what that changes is allowed, as in proofs of passes: which expert a token gets may hang on the last bit.
 _NUDGE, _NUDGES = 2.0**-21, 8.0
-# Nats that the logit of one token id moves against the others, mean of all that were asked for: a rare one decides where
-# a text ends, and hardly any KLD. Honest: 0 with llmforge's kernels, 4e-7 with ONNX Runtime's in fp32 (the sample).
+# Nats that the logit of one token id moves against the others, mean of all that were asked for: a rare one decides
+# where a text ends, and hardly any KLD. Honest: 0 with llmforge's kernels, 4e-7 with ONNX Runtime's (the sample).
 MOST_SHIFT = 0.1
 _HINT = "this is a bug in llmforge, or something else wrote to the engine; nothing was published"
 

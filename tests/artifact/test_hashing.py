@@ -33,6 +33,19 @@ def test_the_hash_is_that_of_the_file(tmp_path: Path, file: Path, monkeypatch: p
         hashing.require_unchanged(tmp_path)
 
 
+def test_content_that_comes_with_the_evidence_is_refused(tmp_path: Path, file: Path) -> None:
+    with Hashing(tmp_path) as hashing:
+        hashing.begin_content()
+        (tmp_path / "report").mkdir()
+        (tmp_path / "report" / "report.md").write_bytes(b"PASS")
+        hashing.begin_evidence()
+        hashing.require_unchanged(tmp_path)
+        file.with_name("more").write_bytes(b"")
+        hashing.begin_evidence()
+        with pytest.raises(VerificationError, match="engine/more: was written after the build had written"):
+            hashing.require_unchanged(tmp_path)
+
+
 def zero(file: Path) -> None:
     with file.open("r+b") as stream:
         stream.write(bytes(100))

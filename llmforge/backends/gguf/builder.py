@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from llmforge.backends import signatures
 from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.exported_parameters import Blocks, Exported, Quantized
-from llmforge.base import extras
+from llmforge.base import extras, hashed_files
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.quantization import grids
@@ -224,6 +224,7 @@ def build(request: BuildRequest) -> BuiltEngine:
             digests["rope_freqs.weight"] = hashlib.sha256(factors.tobytes()).digest()
     finally:
         writer.close()
+    whole = hashed_files.sha256(file)  # before its tensors are read: what changes in between is found by them
     _prove(gguf, file, digests)
     written = signatures.export_format(request, BACKEND)
     (folder / FILE).write_text(written.to_json(), encoding="utf-8")
@@ -233,7 +234,7 @@ def build(request: BuildRequest) -> BuiltEngine:
         "codes": "read back, and equal to those of the graph",
         "gguf": metadata.version("gguf"),
     }
-    return BuiltEngine.built(request, written, facts, graph_=request.model)
+    return BuiltEngine.built(request, written, facts, graph_=request.model, written={file.name: whole})
 
 
 def _as_bytes(kind: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -16,7 +16,16 @@ from llmforge.backends.onnxruntime import builder
 from llmforge.base.errors import InputError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import written_files
-from llmforge.passes import CpuKernels, FlashAttention, FuseNorms, PackGateUp, PackQkv, QuantizeKvCache, QuantizeWeights
+from llmforge.passes import (
+    CpuKernels,
+    FlashAttention,
+    FuseNorms,
+    PackGateUp,
+    PackQkv,
+    QuantizeChannels,
+    QuantizeKvCache,
+    QuantizeWeights,
+)
 from llmforge.recipe import EngineSpec, ServingSpec
 from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.runtime.config import RuntimeConfig
@@ -42,6 +51,8 @@ PASSES = (
     CpuKernels(LOOSE),
 )
 SPEC = EngineSpec(max_context=1024, max_batch=8, threads=1)
+# Lies that are told by default; the others, like those about files, for which nothing runs, by the thorough tests.
+QUICK = {"the end is 15 nats less likely", "every 20th id", "single tokens see no more than 300"}
 SEEDS = tuple(f"{seed:016x}" for seed in (1, 2))
 # Other checkpoints that the lies are told about, as slow tests; LLMFORGE_LIES names folders.
 OTHERS = [Path(each) for each in filter(None, os.environ.get("LLMFORGE_LIES", "").split(os.pathsep))]
@@ -98,7 +109,18 @@ def test_what_is_right_passes(proven: Proven, written: tuple[Path, repository.Tr
         require(proven, *written, seed)
 
 
-@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize("seed", [7, 9])
+def test_weights_that_the_runtime_multiplies_by_rounded_inputs_pass(seed: int, tmp_path: Path) -> None:
+    model, target = trace(Checkpoint.open(SAMPLE)), targets.local()
+    for step in (*PASSES[:4], QuantizeChannels(dtype="int8", budget=LOOSE)):
+        step.run(model, Context(target))
+    builder.build(BuildRequest(builder.lower(model, target)[0], tmp_path, SPEC, target, (0,), 0))
+    require_same(model, tmp_path, f"{seed:016x}", [], threads=1)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.thorough]) for name in GRAPHS]
+)
 def test_an_engine_of_another_graph_is_refused(name: str, proven: Proven, tmp_path: Path) -> None:
     spoil = GRAPHS[name]
     if name.startswith("the end"):
@@ -110,6 +132,7 @@ def test_an_engine_of_another_graph_is_refused(name: str, proven: Proven, tmp_pa
     shutil.rmtree(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", FILES)
 def test_other_files_are_refused(
     name: str, proven: Proven, written: tuple[Path, repository.TritonModel], tmp_path: Path

@@ -20,7 +20,7 @@ from llmforge.runtime.config import FILE
 from .places import Condition, Conditions, wrong
 from .table import put_in_place
 
-Spoil = Callable[[ir.Model], object]
+Spoil = Callable[[ir.Model], None]
 Tamper = Callable[[Path], object]
 LOGITS = interface.LOGITS
 EMBEDDING = "model.embed_tokens/Gather"
