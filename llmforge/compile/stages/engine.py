@@ -67,7 +67,7 @@ def build_engine(state: CompileState) -> None:
             state.engine = engine
             state.hashing.begin_content()
             if plugin is None:  # what is compared now is what is hashed
-                expected = expected.also({f"engine/{name}": content for name, content in files.items()} | for_vllm)
+                expected = expected.also({f"engine/{name}": content for name, content in files.items()}).also(for_vllm)
                 written_files.require_written(state.staging, engine.written, state.hashing)
                 written_files.require_right(state.staging, expected, engine.config, served)
     if state.engine is not None and _runs_whole(state):
