@@ -21,6 +21,14 @@ and `s` is one number, the largest |x| of the calibration text over the largest 
 
 and `t` [batch, sequence, 1] is the largest |x| of each token over the largest code.
 
+    with `granularity: block`, for fp8 and `activations: per_token`, as servers of others read DeepSeek's checkpoints:
+    y = x·W + b                     becomes  y = r·DequantizeLinear(codes, scales) + b,
+                                             r = t·DequantizeLinear(QuantizeLinear(x / t, 1), 1)
+
+one scale for each square of 128 × 128 weights, `scales` [K / 128, N] on axis 0 with those of a square alike, and `t`
+one of each token and 128 features, [batch, sequence, K / 128, 1]. Matrices whose K 128 does not divide stay, and
+nothing is smoothed: an outlier takes no more than the 127 features beside it along.
+
 Where activations are rounded, `smooth` first divides features of x with outliers by powers of two, s, in the weights
 of the norm that makes x, or of the up projection behind a gate, and multiplies by them the rows of all matrices that
 read x (llmforge.rewrite.smoothing): alone, that moves no bit. s_j = max|x_j|^α / max|W_j|^(1 - α), with the α that
@@ -89,6 +97,13 @@ class QuantizeChannels(QuantizeChannelsTraits, Pass):
             "those of the checkpoint), per_token: by the range of each token"
         ),
     ] = "none"
+    granularity: Annotated[
+        Literal["channel", "block"],
+        Field(
+            description="what shares a scale; channel: an output feature, and a token; block: 128 × 128 weights "
+            "in fp8, and 128 features of a token, with `activations: per_token`"
+        ),
+    ] = "channel"
     method: Annotated[
         Literal["rtn", "stored"],
         Field(description="rtn: round to nearest; stored: take the codes of a checkpoint that comes quantized"),
@@ -106,11 +121,20 @@ class QuantizeChannels(QuantizeChannelsTraits, Pass):
 
     @model_validator(mode="after")
     def _smooths(self) -> Self:
+        if self.in_squares and (self.dtype, self.activations) != ("fp8", "per_token"):
+            raise ValueError("granularity: block goes with dtype: fp8 and activations: per_token")
+        if self.in_squares and (self.takes_stored or self.head or self.alpha is not None):
+            raise ValueError("granularity: block goes with method: rtn and head: false, and without alpha")
         if self.alpha is not None and (self.activations == "none" or not self.smooth):
             raise ValueError("alpha goes with smooth: true and activations: static or per_token")
         if self.alpha is not None and self.takes_stored:
             raise ValueError(f"method: {methods.STORED} keeps weights as they are, which alpha would move")
         return self
+
+    @property
+    def in_squares(self) -> bool:
+        """Whether squares of weights share a scale."""
+        return self.granularity == "block"
 
     @property
     def takes_stored(self) -> bool:
@@ -125,7 +149,7 @@ class QuantizeChannels(QuantizeChannelsTraits, Pass):
     def demands(self) -> tuple[Demand, ...]:
         """Ask calibration for the ranges of what linears read, and for factors."""
         per_token = self.activations == "per_token"
-        if self.activations == "none" or self.takes_stored or (per_token and not self.smooth):
+        if self.activations == "none" or self.takes_stored or (per_token and not (self.smooth and not self.in_squares)):
             return ()
         return (InputRangeDemand(Smoothing(self.dtype, per_token, self.alpha) if self.smooth else None),)
 
@@ -154,6 +178,8 @@ class QuantizeChannels(QuantizeChannelsTraits, Pass):
             if node in heads and not self.head:
                 raise NotApplicable("output head, and `head` is false")
             skip_if(_reason(weight, weight is not product.w))
+            if self.in_squares and (k := graph.static(weight)[0]) % channels.SQUARE:
+                raise NotApplicable(f"its {k} input features are not a multiple of {channels.SQUARE}")
             skip_if(exclusion(graph.sources(weight) or [str(weight.name)], self.exclude))
             if codes is not None:
                 codes.find(product, weight)
@@ -162,13 +188,16 @@ class QuantizeChannels(QuantizeChannelsTraits, Pass):
         def quantize(product: MatMul) -> str:
             done = rounding.round(product)
             self._store(model, product, rounding.sources[product.node], found.get(product.node))
-            what = f"{self.dtype}{', stored' if found else ''}, one scale per output feature"
+            shared = f"{channels.SQUARE} × {channels.SQUARE} weights" if self.in_squares else "output feature"
+            what = f"{self.dtype}{', stored' if found else ''}, one scale per {shared}"
             return what + (f", {done}" if done else "")
 
         changes = rewrite_each(MatMul.all(model), choose, Changes())
         inputs = {} if context.statistics is None else context.statistics.inputs
         found = {} if codes is None else codes.found
-        how = HowRounded(self.name, self.dtype, self.activations, self.smooth and not self.takes_stored)
+        smooth = self.smooth and not self.takes_stored and not self.in_squares
+        group = channels.SQUARE if self.in_squares else None
+        how = HowRounded(self.name, self.dtype, self.activations, smooth, group)
         rounding = InputRounding(how, model, chosen, inputs, found)
         rewrite_each(chosen, quantize, changes)
         if codes is not None:
@@ -190,13 +219,18 @@ class QuantizeChannels(QuantizeChannelsTraits, Pass):
         rounded: ir.LazyTensor
         if stored is not None:
             rounded, steps = _lazy(stored, dtype, shape, name)
+        elif self.in_squares:
+            rounded = Derived(channels.square_codes, [tensor], dtype, shape, name)
+            by_square = ir.Shape([shape.numpy()[0] // channels.SQUARE, shape.numpy()[1]])
+            steps = Derived(channels.square_scales, [tensor], ir.DataType.FLOAT, by_square, f"{name}.scales")
         else:
             rounded = Derived(channels.CODES[dtype], [tensor], dtype, shape, name)
             steps = Derived(channels.SCALES[dtype], [tensor], ir.DataType.FLOAT, ir.Shape(shape[1:]), f"{name}.scales")
         codes = graph.initializer(model, name, rounded, () if transposed else sources)  # a tied head's: the embedding's
         scales = graph.initializer(model, f"{name}.scales", steps)
         place = product.node
-        [wide] = graph.insert(place, "DequantizeLinear", [codes, scales], {"axis": 1}, name=f"{product.name}/weight")
+        where = {"axis": 0, "block_size": channels.SQUARE} if self.in_squares else {"axis": 1}
+        [wide] = graph.insert(place, "DequantizeLinear", [codes, scales], where, name=f"{product.name}/weight")
         wide.name, wide.type, wide.shape = f"{name}.dequantized", ir.TensorType(ir.DataType.FLOAT), codes.shape
         product.w = wide
 

@@ -5,6 +5,7 @@
 `x` is [batch, sequence, K], `W` fp32 [K, N]; `codes` are e2m1 [K, N], `scales` float8e4m3fn [K / 16, N], both scales of
 tensors fp32 numbers (`llmforge.quantization.nvfp4`). Blocks of `x` get their scales as it is read, in units of
 `input_scale`, which is the largest |x| of the calibration text over 6·448: 4.5 bits a weight, and products of 4 bits.
+Matrices that read one `x` share both scales of tensors, for servers multiply by them as one.
 
 Fires for every MatMul whose second input is an fp32 initializer [K, N], K a multiple of 16, that nothing else reads,
 and whose input calibration measured: linear layers of the decoder. Head, embedding, routers and what `exclude` names
@@ -97,10 +98,12 @@ class QuantizeFp4(QuantizeFp4Traits, Pass):
         ranges = {} if context.statistics is None else context.statistics.inputs
         source = require(context.stored, self.name) if self.takes_stored else None
         skipped = SkippedCodes(self.name)
+        chosen = dict[ir.Node, StoredFp4 | None]()  # codes of the checkpoint
+        peaks = dict[ir.Value, float]()  # how far what is read ranges
 
-        def quantize(product: MatMul) -> str | None:
+        def choose(product: MatMul) -> None:
             if not product.w.is_initializer() or len(graph.dims(product.w) or ()) != 2:
-                return None
+                return
             names = graph.sources(product.w) or [str(product.w.name)]
             measured = [ranges[name] for name in names if name in ranges]
             if product.node in heads:
@@ -110,18 +113,28 @@ class QuantizeFp4(QuantizeFp4Traits, Pass):
             skip_if(_reason(product) or exclusion(names, self.exclude))
             if source is not None:
                 try:
-                    stored = _stored(source, product)
+                    chosen[product.node] = _stored(source, product)
                 except UnrepresentableCodes as why:
                     skipped.add(names, why)
                     raise NotApplicable(f"its codes {why}") from why
-                _rewrite(model, product, stored)
-                return "NVFP4, stored, blocks of 16, inputs too"
+                return
             if not measured:
                 raise NotApplicable("calibration did not see what it reads")
-            _rewrite(model, product, self._peak(product, measured, names[0]))
+            peak = self._peak(product, measured, names[0])
+            chosen[product.node], peaks[product.x] = None, max(peak, peaks.get(product.x, 0.0))
+
+        changes = rewrite_each(MatMul.all(model), choose, Changes())
+        products = [product for product in MatMul.all(model) if product.node in chosen]
+        shared = {x: _shared_scale(model, [each for each in products if each.x is x]) for x in peaks}
+
+        def quantize(product: MatMul) -> str:
+            if (stored := chosen[product.node]) is not None:
+                _rewrite(model, product, stored, None)
+                return "NVFP4, stored, blocks of 16, inputs too"
+            _rewrite(model, product, peaks[product.x], shared[product.x])
             return "NVFP4, blocks of 16, inputs too"
 
-        changes = rewrite_each(MatMul.all(model), quantize, Changes())
+        rewrite_each(products, quantize, changes)
         if not changes:
             skipped.refuse()
         changes.notes += skipped.notes()
@@ -167,42 +180,45 @@ def _reason(product: MatMul) -> str | None:
     return f"its {k} input features are not a multiple of {BLOCK}" if k % BLOCK else None
 
 
-def _rewrite(model: ir.Model, product: MatMul, given: float | StoredFp4) -> None:
-    """Put Fp4Linear in the place of `product`: with `given` codes, or rounded, over an input that ranges so far."""
-    tensor, name, sources = graph.tensor(product.w), f"{product.w.name}.fp4", graph.sources(product.w)
+def _shared_scale(model: ir.Model, products: Sequence[MatMul]) -> ir.Value:
+    """Make the scale that the weights of `products` share."""
+    name = f"{products[0].w.name}.fp4.scale"
+    weights = [graph.tensor(product.w) for product in products]
+    return graph.initializer(model, name, Derived(nvfp4.scale, weights, _FP32, ir.Shape([]), name))
+
+
+def _rewrite(model: ir.Model, product: MatMul, given: float | StoredFp4, weight_scale: ir.Value | None) -> None:
+    """Put Fp4Linear in the place of `product`.
+
+    It has `given` codes, or is rounded under `weight_scale` over an input that ranges so far.
+    """
+    name, sources = f"{product.w.name}.fp4", graph.sources(product.w)
     k, n = graph.static(product.w)
-    parts: dict[str, ir.TensorProtocol]
     if isinstance(given, StoredFp4):
-        parts, step = _lazy(given, k, n, name), given.input_scale
+        codes, scales = _lazy(given, k, n, name)
+        whole = ir.Tensor(np.asarray(given.scale), name=f"{name}.scale")
+        weight_scale, step = graph.initializer(model, f"{name}.scale", whole), given.input_scale
         assert step is not None
     else:
-        parts, step = _rounded(tensor, k, n, name), nvfp4.tensor_scale(given)
+        assert weight_scale is not None
+        parts = [graph.tensor(product.w), graph.tensor(weight_scale)]
+        codes = Derived(nvfp4.codes, parts, _FP4, ir.Shape([k, n]), name)
+        scales = Derived(nvfp4.block_scales, parts, _FP8, ir.Shape([k // BLOCK, n]), f"{name}.scales")
+        step = nvfp4.tensor_scale(given)
     operands = {
-        part: graph.initializer(model, str(each.name), each, sources if part == "codes" else ())
-        for part, each in parts.items()
+        "codes": graph.initializer(model, name, codes, sources),
+        "scales": graph.initializer(model, f"{name}.scales", scales),
+        "weight_scale": weight_scale,
+        "input_scale": graph.initializer(model, f"{product.x.name}.fp4.scale", step),
     }
-    operands["input_scale"] = graph.initializer(model, f"{product.x.name}.fp4.scale", step)
     made = Fp4Linear.insert(product.node, {"x": product.x, **operands}, name=product.name)
     graph.replace_value(product.output, made.output)
 
 
-def _rounded(tensor: ir.TensorProtocol, k: int, n: int, name: str) -> dict[str, ir.TensorProtocol]:
-    """Round a weight to nearest."""
-    return {
-        "codes": Derived(nvfp4.codes, [tensor], _FP4, ir.Shape([k, n]), name),
-        "scales": Derived(nvfp4.block_scales, [tensor], _FP8, ir.Shape([k // BLOCK, n]), f"{name}.scales"),
-        "weight_scale": Derived(nvfp4.scale, [tensor], _FP32, ir.Shape([]), f"{name}.scale"),
-    }
+def _lazy(stored: StoredFp4, k: int, n: int, name: str) -> tuple[ir.LazyTensor, ir.LazyTensor]:
+    """Return codes and block scales of a checkpoint, turned as they are written, and read then."""
 
-
-def _lazy(stored: StoredFp4, k: int, n: int, name: str) -> dict[str, ir.TensorProtocol]:
-    """Return what a checkpoint stores, turned as it is written, and read then."""
-
-    def turned(read: Callable[[], NDArray[Any]], dtype: ir.DataType, rows: int, name: str) -> ir.TensorProtocol:
+    def turned(read: Callable[[], NDArray[Any]], dtype: ir.DataType, rows: int, name: str) -> ir.LazyTensor:
         return computed(lambda: np.ascontiguousarray(read().T), dtype, (rows, n), name)
 
-    return {
-        "codes": turned(stored.codes, _FP4, k, name),
-        "scales": turned(stored.scales, _FP8, k // BLOCK, f"{name}.scales"),
-        "weight_scale": ir.Tensor(np.asarray(stored.scale), name=f"{name}.scale"),
-    }
+    return turned(stored.codes, _FP4, k, name), turned(stored.scales, _FP8, k // BLOCK, f"{name}.scales")

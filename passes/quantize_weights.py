@@ -75,7 +75,7 @@ from llmforge.ir.operators import canonical, contrib
 from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.ir.operators.standard import Gather, MatMul
 from llmforge.quantization import methods
-from llmforge.quantization.grid import Grid, Scale
+from llmforge.quantization.grid import PORTABLE_BITS, Grid, Scale
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import ChannelDemand, Demand, WeightDemand, exclusion
 from llmforge.quantization.stored import require
@@ -122,8 +122,8 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
     scales: Annotated[
         Scale,
         Field(
-            description="stored type of scales; fp16 hardly affects quality; int8 (with a bf16 scale per 256 columns) "
-            "needs llmforge's CPU kernels"
+            description="stored type of scales; fp16 hardly affects quality; bf16 is for servers that compute in it; "
+            "int8 (with a bf16 scale per 256 columns) needs llmforge's CPU kernels"
         ),
     ] = "fp32"
     codes: Annotated[
@@ -186,17 +186,20 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
             raise ValueError(
                 f"weight_bits or weight_bytes, one of both, goes with method: {methods.AUTO}, and no other"
             )
+        if self.scales == "bf16" and self.embedding_bits not in (*PORTABLE_BITS, KEPT_BITS):
+            raise ValueError("scales: bf16 go with embedding_bits: 4, 8 or 16")
         if self.codes == "trellis" and (self.bits != 4 or not self.symmetric):
             raise ValueError("codes: trellis has bits: 4 and symmetric: true")
-        native = not (self.grid.portable and self.embedding_bits in (4, 8, KEPT_BITS))
+        native = not (self.grid.portable and self.embedding_bits in (*PORTABLE_BITS, KEPT_BITS))
         if native and self.accuracy_level != INT8_ACTIVATIONS:
             raise ValueError(f"this format needs llmforge's CPU kernels, which have accuracy_level: {INT8_ACTIVATIONS}")
         if self.takes_stored:
             defaults = {"bits": 4, "block_size": 32, "symmetric": False, "codes": "uniform"}
             if given := [name for name, default in defaults.items() if getattr(self, name) != default]:
                 raise ValueError(f"method: {methods.STORED} takes {', '.join(given)} from the checkpoint; leave it out")
-            if self.scales == "int8":
-                raise ValueError(f"method: {methods.STORED} keeps scales, which int8 would round; use fp32 or fp16")
+            if self.scales in ("int8", "bf16"):
+                rounds = f"which {self.scales} would round"
+                raise ValueError(f"method: {methods.STORED} keeps scales, {rounds}; use fp32 or fp16")
             if self.accuracy_level != INT8_ACTIVATIONS:
                 raise ValueError(f"method: {methods.STORED} goes with accuracy_level: {INT8_ACTIVATIONS}")
         if self.grid.format not in self.chosen.formats:

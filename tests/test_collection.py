@@ -19,6 +19,7 @@ def test_no_folder_of_tests_is_passed_over(pytestconfig: pytest.Config) -> None:
 
 def test_what_was_collected_is_not_searched_for_garbage() -> None:
     assert gc.isenabled()
+    assert gc.get_threshold()[0] > 1000  # and what tests make, seldom
     assert gc.get_freeze_count() > 10_000  # the modules of pytest alone have more
 
 

@@ -6,6 +6,8 @@ import itertools
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import MISSING
 from pathlib import Path
@@ -22,6 +24,7 @@ from tokenizers.models import BPE
 from llmforge.backends import PROVIDERS
 from llmforge.cli import cli
 from llmforge.serving.http import access, app, metrics
+from llmforge.serving.http.limits import ApiKey, Client
 from llmforge.serving.interface import EngineStats
 from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, ITL, TTFT
 from llmforge.triton import launch
@@ -172,7 +175,8 @@ class Idle:
 
 
 def serve_metrics() -> str:
-    told = metrics.ServerMetrics(Idle())  # type: ignore[arg-type]
+    clients = [Client(ApiKey("0123456789abcdef", "search"))]
+    told = metrics.ServerMetrics(Idle(), access.ServerState(clients=clients))  # type: ignore[arg-type]
     told.failed()
     told.ended("timeout", 1.0)
     return told.exposition().decode()
@@ -186,6 +190,32 @@ def test_metrics_are_those_of_both_servers(file: str) -> None:
     assert used
     for server, names in exported().items():
         assert used - names == set(), server
+
+
+def test_the_dashboard_shows_what_is_told() -> None:
+    dashboard = json.loads((FOLDER / "grafana.json").read_text(encoding="utf-8"))
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    used = set(re.findall(r"\bllmforge_\w+", " ".join([*asked, str(dashboard["templating"])])))
+    told = exported()
+    assert used - told["serve"] == set()
+    assert {name for name in used - told["triton"] if not name.startswith("llmforge_key_")} == set()
+    assert COUNTERS.keys() | GAUGES.keys() <= used
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    assert all(panel["title"] and panel["description"] for panel in panels)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+def test_prometheus_reads_what_the_dashboard_asks(tmp_path: Path) -> None:
+    dashboard = json.loads((FOLDER / "grafana.json").read_text(encoding="utf-8"))
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    rules = [
+        {"record": f"panel:{number}", "expr": expr.replace("$__rate_interval", "5m")}
+        for number, expr in enumerate(asked)
+    ]
+    (tmp_path / "rules.yaml").write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", tmp_path / "rules.yaml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_threshold_is_a_bound_of_both_histograms() -> None:
@@ -235,6 +265,6 @@ def test_what_the_dockerfile_copies_is_what_pip_builds_from() -> None:
 def test_the_table_names_every_engine() -> None:
     text = (FOLDER / "README.md").read_text()
     assert set(re.findall(r"^\| `([a-z-]+)` \|", text, re.MULTILINE)) == set(PROVIDERS)
-    assert set(re.findall(r"`((?:kubernetes/)?[\w-]+\.yaml|Dockerfile\.\w+)`", text)) == {
+    assert set(re.findall(r"`((?:kubernetes/)?[\w-]+\.(?:yaml|json)|Dockerfile\.\w+)`", text)) == {
         path.relative_to(FOLDER).as_posix() for path in FILES if path.name != "README.md"
     }

@@ -35,7 +35,7 @@ LACKING = {
             ("build", "bisect", "eval", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build,cpu"
         ),
         **dict.fromkeys(("run", "bench", "triton"), "cpu"),
-        "serve": "cpu,serve",
+        **dict.fromkeys(("serve", "batch"), "cpu,serve"),
         "up": "build,cpu,serve",
         "tune": "build,cpu,farm",
         "sign": "signing",
@@ -54,6 +54,7 @@ LACKING = {
 }
 HEAVY = {"ml_dtypes", "onnx", "onnx-ir", "onnxscript", "safetensors", "torch", "transformers"}
 EXTRAS = {"plain": "", "serving": "[cpu,serve]", "everything": "[build,cpu,serve,constraints]"}
+MARKS = {"plain": (), "serving": pytest.mark.thorough, "everything": pytest.mark.slow}
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def plain(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     return made
 
 
-@pytest.fixture(scope="module", params=["plain", "serving", pytest.param("everything", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=MARKS[name]) for name in MARKS])
 def environment(
     request: pytest.FixtureRequest,
     plain: Environment,
@@ -151,6 +152,8 @@ def place(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
         "engine": {"max_context": 64, "max_batch": 1},
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    asked = {"custom_id": "1", "url": "/v1/completions", "body": {"prompt": "If the file", "max_tokens": 4}}
+    (folder / "requests.jsonl").write_text(json.dumps(asked), encoding="utf-8")
     for name in ("a", "b"):
         shutil.copy(folder / "artifact" / "engine" / "model.onnx", folder / f"{name}.onnx")
     return folder
@@ -158,6 +161,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
 
 # Of `serve` and `up` only what ends by itself: their test stands alone.
 ARGUMENTS: dict[str, Sequence[str]] = {
+    "batch": ["artifact", "requests.jsonl", "-o", "answers.jsonl"],
     "bench": ["artifact", "--concurrency", "1", "--requests", "2", "--warmup", "0", "--prompt-tokens", "8",
               "--output-tokens", "4", "-o", "bench.json"],
     "bisect": ["artifact", "--recipe", "recipe.yaml"],
@@ -213,13 +217,11 @@ def test_what_is_installed(environment: Environment) -> None:
 
 
 def tried() -> list[object]:
-    """Pair environments with commands; what works with fewer packages, too, is tried by the thorough tests."""
+    """Pair environments with commands."""
     found: list[object] = []
     for name in EXTRAS:
         for command in sorted(set(ARGUMENTS) - {"serve", "up"}):
-            again = name == "serving" and command not in LACKING["plain"].keys() | LACKING["serving"].keys()
-            mark = pytest.mark.slow if name == "everything" else pytest.mark.thorough
-            found.append(pytest.param(name, command, marks=[mark] * (again or name == "everything")))
+            found.append(pytest.param(name, command, marks=MARKS[name]))
     return found
 
 

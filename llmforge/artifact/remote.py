@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmforge.artifact import archive, transfer
 from llmforge.artifact.sealed import EvidenceRecord, Manifest
-from llmforge.artifact.store import Artifact
+from llmforge.artifact.store import Artifact, names_locked
 from llmforge.base import remote_files
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, UsageError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _WEB = ("http", "https")
+_CONDITIONAL = "s3://", "s3a://"  # where a write can have a condition
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class Url:
     def __str__(self) -> str:
         """Write it without a password."""
         return remote_files.without_login(self.text)
+
+
+class ChangedMeanwhile(UsageError):
+    """Somebody else wrote to a URL after it was read."""
 
 
 def is_url(text: str) -> bool:
@@ -48,12 +53,72 @@ def save(artifact: Artifact, url: Url) -> int:
         UsageError: the URL cannot be written.
         EnvironmentLacks: the package for its protocol is missing.
     """
+    return _save(artifact, url, {})
+
+
+def _save(artifact: Artifact, url: Url, condition: dict[str, str]) -> int:
     system, path = opened(url)
     if (local := _local(system, path)) is not None:
         with asking(url, writes=True):
             return archive.save_file(artifact, local)
-    with asking(url, writes=True), system.transaction, system.open(path, "wb") as stream:
-        return archive.save(artifact, stream)
+    with asking(url, writes=True), ExitStack() as failed:
+        with system.transaction, system.open(path, "wb", **condition) as stream:
+            failed.callback(stream.discard)  # also where its end is refused, or S3 would keep the parts
+            size = archive.save(artifact, stream)
+        failed.pop_all()
+    return size
+
+
+def revision(url: Url) -> str | None:
+    """Name what is at a URL now: its ETag on S3, and nothing elsewhere; None: there is nothing.
+
+    Raises:
+        UsageError: the URL cannot be asked.
+        EnvironmentLacks: the package for its protocol is missing.
+    """
+    system, path = opened(url)
+    with asking(url, writes=True):
+        system.invalidate_cache()
+        try:
+            return str(system.info(path).get("ETag", ""))
+        except FileNotFoundError:
+            return None
+
+
+def save_over(artifact: Artifact, url: Url, known: str | None) -> int:
+    """Write an artifact like `save`, over what `revision` named and nothing else.
+
+    S3 compares when the last byte is there (If-Match, If-None-Match). On a disk, hold `alone` from `revision` on. Other
+    protocols of fsspec have no such condition: there the last of two that write at once wins.
+
+    Raises:
+        ChangedMeanwhile: something else is there now.
+        InputError, UsageError, EnvironmentLacks: as `save`.
+    """
+    condition = {}
+    if url.text.startswith(_CONDITIONAL):
+        condition = {"IfNoneMatch": "*"} if known is None else {"IfMatch": known}
+    try:
+        return _save(artifact, url, condition)
+    except UsageError as error:
+        if condition and remote_files.is_refused_by_condition(error.__cause__):
+            raise ChangedMeanwhile(f"{url}: was written by somebody else meanwhile", hint="try again") from error
+        raise
+
+
+@contextmanager
+def alone(url: Url) -> Iterator[None]:
+    """Be the only process of those that ask for it here which writes to the folder of a URL on a disk.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
+    local = _local(*opened(url))
+    if local is None:
+        yield
+        return
+    with asking(url, writes=True), names_locked(local.parent):
+        yield
 
 
 def load(url: Url, out: Path, check: transfer.Check | None = None) -> Artifact:
@@ -129,7 +194,9 @@ def opened(url: Url) -> tuple[Any, str]:
         raise UsageError(f"{url}: unknown protocol {protocol!r}", hint="such as s3://, gs:// or https://") from error
     options = {"client_kwargs": {"timeout": _patient()}} if protocol in _WEB else {}
     with asking(url, writes=False):
-        system, path = url_to_fs(url.text, **options)
+        # fsspec would give all threads one file system of S3, and so one transaction: a probe beside a long upload
+        # would wait for its end.
+        system, path = url_to_fs(url.text, skip_instance_cache=True, **options)
     return system, path
 
 

@@ -21,10 +21,12 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.ir.derived import Derived
+from llmforge.ir.operators.canonical import Fp4Linear
 from llmforge.ir.operators.contrib import GatherBlockQuantized, MatMulNBits, QMoE
 from llmforge.ir.operators.standard import Cast, DequantizeLinear, Div, MatMul, QuantizeLinear, Reshape
-from llmforge.quantization.grid import Grid
+from llmforge.quantization.grid import Grid, Scale
 from llmforge.quantization.grids import Packed, QuantizedMatrix, unpack
+from llmforge.quantization.initializers import SCALES
 from llmforge.rewrite import smoothing
 from llmforge.rewrite.pass_base import Pass
 
@@ -41,7 +43,7 @@ class Blocks:
     bits: int
     block_size: int
     codes: ir.Value  # uint8, as com.microsoft::MatMulNBits has them
-    scales: ir.Value  # fp32 or fp16
+    scales: ir.Value  # fp32, fp16 or bf16
     zero_points: ir.Value | None
     table: bool = False  # an embedding reads it, and perhaps a tied head
 
@@ -51,13 +53,13 @@ class Blocks:
         return self.zero_points is None
 
     @property
-    def stored_scales(self) -> str:
+    def stored_scales(self) -> Scale:
         """The dtype of the scales."""
-        return {ir.DataType.FLOAT: "fp32", ir.DataType.FLOAT16: "fp16"}[graph.dtype(self.scales)]
+        return next(scale for scale, dtype in SCALES.items() if dtype == graph.dtype(self.scales))
 
     def read(self) -> QuantizedMatrix:
         """Compute codes, scales and zero points."""
-        grid = Grid(self.bits, self.block_size, self.symmetric, "fp16" if self.stored_scales == "fp16" else "fp32")
+        grid = Grid(self.bits, self.block_size, self.symmetric, self.stored_scales)
         blocks = grid.blocks(self.k)
         codes = graph.tensor(self.codes).numpy().reshape(self.n, blocks, -1)
         scales = graph.tensor(self.scales).numpy().reshape(self.n, blocks).astype(np.float32)
@@ -67,7 +69,7 @@ class Blocks:
 
 @dataclass(frozen=True, eq=False)
 class ChannelMatrix:
-    """A matrix [n, k] of codes with one scale for each of its n output features."""
+    """A matrix [n, k] of codes with one scale for each of its n output features, or for each square of them."""
 
     parameter: str
     n: int
@@ -77,14 +79,46 @@ class ChannelMatrix:
     scales: ir.Value  # fp32 [n]
     inputs: Literal["none", "static", "per_token"]  # how what the layer reads is rounded
     input_scale: ir.Value | None  # fp32 [], where that is static
+    square: int | None = None  # features, of either kind, that share a scale; scales are then [k / square, n]
 
     @cached_property
     def by_output(self) -> NDArray[Any]:
         """The codes [n, k]."""
         return np.ascontiguousarray(graph.tensor(self.codes).numpy().T)
 
+    @cached_property
+    def scales_by_output(self) -> NDArray[np.float32]:
+        """The scales [n, 1], or [ceil(n / square), k / square]."""
+        scales = graph.tensor(self.scales).numpy()
+        if self.square is None:
+            return scales.astype(np.float32)[:, None]
+        return np.ascontiguousarray(scales[:, :: self.square].T)
 
-Quantized = Blocks | ChannelMatrix
+
+@dataclass(frozen=True, eq=False)
+class Fp4Matrix:
+    """A matrix [n, k] in NVFP4, and the scale of what is multiplied by it."""
+
+    parameter: str
+    n: int
+    k: int
+    codes: ir.Value  # e2m1 [k, n]
+    scales: ir.Value  # fp8 [k / 16, n]
+    weight_scale: ir.Value  # fp32 [], of the whole
+    input_scale: ir.Value  # fp32 []
+
+    @property
+    def codes_by_output(self) -> NDArray[Any]:
+        """The codes [n, k], a byte each."""
+        return np.ascontiguousarray(graph.tensor(self.codes).numpy().T)
+
+    @property
+    def scales_by_output(self) -> NDArray[Any]:
+        """The scales of blocks [n, k / 16]."""
+        return np.ascontiguousarray(graph.tensor(self.scales).numpy().T)
+
+
+Quantized = Blocks | ChannelMatrix | Fp4Matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,11 +169,11 @@ def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], d
                 f"{node.name}: quantized experts cannot be exported: the checkpoint has each of them by itself",
                 hint="exclude them: `quantize-weights: {exclude: ['*.experts.*']}`",
             )
-        made = _of_product(node) or _of_lookup(node) or _of_channels(node)
+        made = _of_product(node) or _of_lookup(node) or _of_channels(node) or _of_fp4(node)
         if made is None:
             continue
         before = found.get(made.parameter)
-        if before is not None and not isinstance(before, ChannelMatrix):  # a tied head reads the codes of the embedding
+        if isinstance(before, Blocks):  # a tied head reads the codes of the embedding
             made = before if before.table else made
         found[made.parameter] = made
     there = model.graph.initializers
@@ -256,6 +290,8 @@ def _of_channels(node: ir.Node) -> Quantized | None:
     parameter = _parameter(wide.codes, product.name)
     k, n = graph.static(wide.codes)
     dtype = {ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}[graph.dtype(wide.codes)]
+    if wide.block_size:  # where each token and block has a scale, too
+        return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "per_token", None, wide.block_size)
     read = DequantizeLinear.made(product.x)
     if read is None:
         return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "none", None)
@@ -263,3 +299,12 @@ def _of_channels(node: ir.Node) -> Quantized | None:
     if rounded is not None and Div.made(rounded.x) is not None:  # by the scale of each token
         return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "per_token", None)
     return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "static", read.scales)
+
+
+def _of_fp4(node: ir.Node) -> Quantized | None:
+    layer = Fp4Linear.of(node)
+    if layer is None:
+        return None
+    parameter = _parameter(layer.codes, layer.name)
+    k, n = graph.static(layer.codes)
+    return Fp4Matrix(parameter, n, k, layer.codes, layer.scales, layer.weight_scale, layer.input_scale)

@@ -155,6 +155,7 @@ class ExportFormat:
     codes: frozenset[str]  # that it holds, by what shares a scale (`llmforge.rewrite.traits.Codes`)
     block: int  # weights that share a scale, best
     tables: bool  # it holds codes of embedding and head, too
+    bf16_scales: bool = False  # of blocks, where the model is bf16; else they are fp16
 
     @property
     def runtimes(self) -> tuple[Literal["transformers", "vllm", "llama-cpp"], ...]:

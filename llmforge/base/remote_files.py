@@ -9,6 +9,7 @@ from typing import Any
 _OBJECTS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})  # protocols of object stores
 _LOGIN = re.compile(r"(?<=://)[^/@]*@")
 _DENIED = "AccessDenied", "ExpiredToken", "InvalidAccessKeyId", "InvalidClientTokenId", "SignatureDoesNotMatch"
+_CONDITION = "PreconditionFailed", "ConditionalRequestConflict"  # of S3, where a write has a condition
 # What the packages below fsspec raise that is no OSError: looked up where they are loaded, imported nowhere here.
 _FOREIGN = {
     "aiohttp": ("ClientError",),
@@ -58,6 +59,12 @@ def is_denied(error: BaseException | None) -> bool:
     """Say if an error tells that the credentials do not allow it, or that there are none."""
     named = type(error).__name__.endswith(("CredentialsError", "CredentialRetrievalError"))  # of botocore
     return named or isinstance(error, PermissionError) or _code(error) in _DENIED
+
+
+def is_refused_by_condition(error: BaseException | None) -> bool:
+    """Say if an error tells that something else was there than a write with a condition expected."""
+    causes = error, getattr(error, "__cause__", None)
+    return isinstance(error, FileExistsError) or any(_code(each) in _CONDITION for each in causes)
 
 
 def _code(error: BaseException | None) -> object:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llmforge.cli.caching import CacheOptions
     from llmforge.farm.matrix import Build
     from llmforge.farm.preflight import NodeNeeds
-    from llmforge.farm.running import Row
+    from llmforge.farm.rows import Row
 
 _COLORS = {"pass": "green", "fail": "red", "error": "red", "inconclusive": "yellow", "pending": "yellow"}
 _EVERY_S = 0.25  # between two drawings of the table
@@ -82,7 +82,8 @@ def build_matrix(path: Path, options: MatrixOptions, kept: CacheOptions) -> None
     arguments = kept.arguments()
     extras.require("build", "farm", *(("remote",) if options.store else ()))
     from llmforge.cli import console
-    from llmforge.farm import checkpoints, cluster, matrix, page, running
+    from llmforge.farm import checkpoints, connection, matrix, page, running
+    from llmforge.farm.rows import worst
 
     read = matrix.Matrix.load(path)
     builds = matrix.expand(read, path, options.overrides)
@@ -105,7 +106,7 @@ def build_matrix(path: Path, options: MatrixOptions, kept: CacheOptions) -> None
             file.write_text(page.of_matrix(made), encoding="utf-8")
 
     console.say(f"{len(builds)} builds; starting Ray" if address is None else f"{len(builds)} builds on {address}")
-    with _said_how_to_go_on(write_page), cluster.opened(address, wheel=options.wheel) as farm, shown() as table:
+    with _said_how_to_go_on(write_page), connection.opened(address, wheel=options.wheel) as farm, shown() as table:
         if address is not None:
             running.admit(farm, settings.needs)
         try:
@@ -113,7 +114,7 @@ def build_matrix(path: Path, options: MatrixOptions, kept: CacheOptions) -> None
         finally:
             nodes.update(farm.states())
     write_page()
-    code = running.worst(row.exit_code for row in rows)
+    code = worst(row.exit_code for row in rows)
     if options.as_json:
         facts = {"matrix": read.name, "verdict": page.verdict(rows), "exit_code": code}
         facts |= {"seconds": round(time.monotonic() - began, 3), "page": str(file), "nodes": nodes}

@@ -18,6 +18,7 @@ from llmforge.base.errors import EnvironmentLacks, ForgeError, UsageError
 from llmforge.base.signals import Interrupted
 from llmforge.base.wording import bounded
 from llmforge.cli import (
+    batching,
     bisecting,
     building,
     caching,
@@ -197,6 +198,7 @@ Exit codes:
         caching.cache,
         running.run,
         serving.serve,
+        batching.batch,
         serving.bench,
         serving.triton,
         planning.plan,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from llmforge.serving.http import AccessRecord
 
 
-def _engine_options(command: Callable[..., None]) -> Callable[..., None]:
+def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of an engine that serves: its threads, and fields of `EngineOptions`."""
     options = (
         click.option("--threads", type=POSITIVE, metavar="N", help="Engine threads. Defaults to all physical cores."),
@@ -78,10 +78,11 @@ Example:
 @chat_template_option
 @tool_prompt_option
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Cancel requests that take longer.")
-@_engine_options
+@engine_options
 @click.option(
     "--api-key-file", "key_file", type=PATH, metavar="FILE",
-    help="API keys, one per line, of which requests must have one. Also from LLMFORGE_API_KEYS, separated by commas.",
+    help="API keys of which requests must have one, a line each: KEY, or KEY NAME requests=N tokens=N concurrent=N "
+    "(a minute, and at once). Also from LLMFORGE_API_KEYS, separated by commas.",
 )  # fmt: skip
 @click.option(
     "--allow-host", "hosts", metavar="NAME", multiple=True,
@@ -217,7 +218,7 @@ Examples:
     "--slo", metavar="ttft=200ms,tpot=50ms", help="Measure goodput: the rate of requests that meet these limits."
 )
 @click.option("--seed", type=NATURAL, metavar="N", default=0, help="Random seed of prompts and arrivals.")
-@_engine_options
+@engine_options
 @click.option("--url", metavar="URL", help="Measure this endpoint instead; it must use the tokenizer of ARTIFACT.")
 @api_key_option
 @click.option("-o", "--output", "path", type=PATH, metavar="REPORT.json", help="Write the report to a file.")

@@ -84,7 +84,7 @@ def tune(recipe: Path, options: TuneOptions) -> None:
     """
     extras.require("build", "farm", *(("remote",) if options.store else ()))
     from llmforge.cli import console
-    from llmforge.farm import cluster, running, searching
+    from llmforge.farm import connection, running, searching
     from llmforge.recipe import Recipe
 
     folder = options.folder or Path("tune") / Recipe.load(recipe, options.overrides).name
@@ -95,7 +95,7 @@ def tune(recipe: Path, options: TuneOptions) -> None:
     console.say(f"searching {len(search.space)} options: {', '.join(search.space)}")
     began = time.monotonic()
     try:
-        with cluster.opened(options.address, wheel=options.wheel) as farm, farming.shown() as shown:
+        with connection.opened(options.address, wheel=options.wheel) as farm, farming.shown() as shown:
             slots = options.jobs or 1
             if options.address is not None:
                 running.admit(farm, needed)

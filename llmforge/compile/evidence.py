@@ -25,6 +25,7 @@ from llmforge.compile import export_proxy, reference
 from llmforge.gates import decision, records, verdict
 from llmforge.ir import onnx_file
 from llmforge.measure import footprint, machine, runtimes, streamed_baseline, tasks
+from llmforge.measure.answers import Generate
 from llmforge.measure.baseline import Baseline, baseline_on, open_baseline, why_not_whole
 from llmforge.measure.footprint import BytesRead
 from llmforge.measure.latency import TimedModel, engine_description
@@ -292,22 +293,23 @@ class _Measuring:
         """Compare the artifact with its reference; one for servers of others in another runtime, where there is one."""
         asked = self.asked
         assert asked.engine is not None
-        compared = self._recipe_quality.answers(held_against.baseline)
-        if compared[1] and isinstance(held_against.baseline, StreamedBaseline):
-            self.notes.append(
-                "answers: the baseline runs layer by layer: behind the first difference it is shown for "
-                f"{streamed_baseline.GENERATED} tokens at most"
-            )
-        expected = held_against.logits()
         with contextlib.ExitStack() as held:
             logits: Callable[..., NDArray[np.float32]] = self.runner.logits
+            greedy: Generate | None = None
             if asked.proxy is not None:
                 backend, runtime, version = of_provider(asked.engine.config.provider), None, ""
                 if asked.interpreters:
                     chosen = self._closest_to_servers()
                     other = held.enter_context(runtimes.opened(asked.artifact, self.runner.config.vocabulary, chosen))
-                    logits, runtime, version = other.logits, chosen.runtime, other.title
+                    logits, greedy, runtime, version = other.logits, other.answer, chosen.runtime, other.title
                 self.notes.append(export_proxy.note(backend.name, self.runner.config, runtime, version))
+            compared = self._recipe_quality.answers(held_against.baseline, greedy)
+            if compared[1] and isinstance(held_against.baseline, StreamedBaseline):
+                self.notes.append(
+                    "answers: the baseline runs layer by layer: behind the first difference it is shown for "
+                    f"{streamed_baseline.GENERATED} tokens at most"
+                )
+            expected = held_against.logits()
             moved = self._recipe_quality.compare(logits, expected, compared)
             if (apart := quality_metrics.answers_apart(moved)) is not None:
                 self.notes.append(f"quality: {apart}")

@@ -25,7 +25,7 @@ from llmforge.quantization import kv_cache
 from llmforge.quantization.formats import INT8_KV, SlotFormat
 from llmforge.quantization.grid import Grid, Scale
 from llmforge.quantization.grids import Packed, QuantizedMatrix, dequantize, pack, round_to_nearest, stack, unpack
-from llmforge.quantization.initializers import arrange
+from llmforge.quantization.initializers import SCALES, arrange
 from llmforge.rewrite import cpu_attention, cpu_linear, moe_kernels, options
 from llmforge.rewrite.pass_base import Context, Pass
 from llmforge.verification.divergence import Divergence
@@ -326,7 +326,8 @@ def _grid(node: ir.Node, initializers: Mapping[str, ir.Value], name: str) -> Gri
     """Read the grid that `node` reads the codes of weight `name` on."""
     if (packed := cpu.CpuLinear.of(node) or cpu.Embedding.of(node)) is not None:
         return cpu_linear.grid_of(packed)
-    scale: Scale = "fp16" if initializers[f"{name}.scales"].dtype == ir.DataType.FLOAT16 else "fp32"
+    dtype = initializers[f"{name}.scales"].dtype
+    scale: Scale = next(scale for scale, stored in SCALES.items() if stored == dtype)
     symmetric = f"{name}.zero_points" not in initializers
     bits = "expert_weight_bits" if contrib.QMoE.matches(node) else "bits"
     return Grid(node.attributes[bits].as_int(), node.attributes["block_size"].as_int(), symmetric, scale)

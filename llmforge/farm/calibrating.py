@@ -10,7 +10,7 @@ from typing import Any
 from llmforge.base.errors import ForgeError
 from llmforge.calibration.carriers import Worker, WorkerLost
 from llmforge.calibration.spread import WindowsWorker
-from llmforge.farm import cluster
+from llmforge.farm import cluster, connection
 
 # Of Ray's object store on this machine: hidden states and sums pass through it. Those of SmolLM2-135M at 8,192 tokens
 # are 38 and 176 MB; what does not fit, Ray writes to files.
@@ -22,9 +22,9 @@ def started(count: int, address: str | None = None) -> Iterator[Sequence[Worker]
     """Start `count` workers on the cluster at `address`, or on a Ray of this machine, and end them with the block.
 
     Raises:
-        EnvironmentLacks, UsageError: see `cluster.opened`.
+        EnvironmentLacks, UsageError: see `connection.opened`.
     """
-    with cluster.opened(address, cpus=count, store_bytes=STORE_BYTES) as farm:
+    with connection.opened(address, cpus=count, store_bytes=STORE_BYTES) as farm:
         actor = farm.ray.remote(WindowsWorker).options(num_cpus=1, max_restarts=0)
         yield [RayWorker(farm.ray, actor.remote()) for _ in range(count)]
 

@@ -11,9 +11,9 @@ from typing import Any
 import jinja2
 
 from llmforge.base import remote_files, wording
-from llmforge.farm import pareto, running, store
+from llmforge.farm import pareto, store
 from llmforge.farm.pareto import ParetoPoint, Plot
-from llmforge.farm.running import Row
+from llmforge.farm.rows import Row, worst
 from llmforge.metrics import catalog, units
 from llmforge.report.render import environment_of
 
@@ -37,7 +37,7 @@ class BuildGroup:
 def verdict(rows: Sequence[Row]) -> str:
     """Give the worst verdict of some builds, by the order of exit codes; those without gates count as none."""
     codes = {row.exit_code: row.verdict for row in rows}
-    found = codes[running.worst(codes)]
+    found = codes[worst(codes)]
     return "pass" if found == "none" and any(row.verdict == "pass" for row in rows) else found
 
 

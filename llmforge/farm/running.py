@@ -7,9 +7,8 @@ what failed there is built elsewhere.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from llmforge import targets
 from llmforge.base.errors import EnvironmentLacks, ForgeError, kind_of
@@ -19,6 +18,7 @@ from llmforge.farm.cluster import ClusterLost, Farm, Lost
 from llmforge.farm.matrix import Build
 from llmforge.farm.placing import NodePlacement, Resources
 from llmforge.farm.preflight import NodeLack, NodeNeeds
+from llmforge.farm.rows import BUG, FINISH, LACKS, Row
 from llmforge.farm.store import StoreLost
 from llmforge.farm.worker import BuildOutcome, Job
 from llmforge.planning import request
@@ -30,16 +30,8 @@ MOST_HANDED_IN = 12  # times that a step is handed in, those that nodes took wit
 _TICK_S = 0.25
 _LOOK_S = 5.0  # between two looks if nodes are left for what waits
 _DEFERRED = "engine.deferred=true"
-_PENDING = 10  # exit code of a build whose engine waits for its device
-_BUG = 1
-_LACKS = EnvironmentLacks.exit_code
-_OF_NODES = 2, 5, _LACKS  # exit codes of what a node may lack: files and rights, checkpoints, the environment
-# What ends of builds mean for a release, the worst first: bugs, proofs that failed, builds that could not be made, then
-# gates; what only waits is better than what is undecided.
-WORST_FIRST = (_BUG, 7, 5, 6, 8, 9, 2, 3, 4, _PENDING, 0)
-
-State = Literal["waiting", "building", "finishing", "done", "failed"]
-Told = Callable[["Row"], None]
+_OF_NODES = 2, 5, LACKS  # exit codes of what a node may lack: files and rights, checkpoints, the environment
+Told = Callable[[Row], None]
 
 
 @dataclass(frozen=True)
@@ -49,68 +41,6 @@ class FarmSettings:
     needs: NodeNeeds
     jobs: int | None = None  # builds that share a node
     arguments: tuple[str, ...] = ()  # more of `llmforge build`
-
-
-@dataclass
-class Row:
-    """One build: how far it is, and in the end how it ended."""
-
-    build: Build
-    state: State = "waiting"
-    stage: str = ""
-    done: int = 0  # of `total`, in the units of the stage
-    total: int = 0
-    attempts: int = 0  # of the current step
-    handed_in: int = 0  # times, of the current step
-    submitted: float = field(default_factory=time.monotonic)  # when the current step was handed in
-    began: float | None = None  # time.monotonic(), when it was first on a node
-    waited_s: float = 0.0  # in all, for a node
-    seconds: float = 0.0  # in all, of builds that returned
-    node_ids: list[str] = field(default_factory=list)  # identities of nodes that it was on, the last one last
-    node: str = ""  # name of the last
-    outcome: BuildOutcome | None = None
-    notes: list[str] = field(default_factory=list)  # lost workers, deferred engines
-    reused: tuple[str, ...] = ()  # stages and passes that the build took from the cache
-    computed: tuple[str, ...] = ()  # passes that it did not
-    deferred: bool = False
-    job: Job | None = None
-    place: NodePlacement | None = None
-
-    @property
-    def exit_code(self) -> int:
-        """As of `llmforge build`, and 10 where only the engine is missing; one that was killed lacked something."""
-        if self.outcome is None:
-            return _LACKS
-        if self.outcome.exit_code == 0 and self.outcome.pending:
-            return _PENDING
-        return self.outcome.exit_code if self.outcome.exit_code >= 0 else _LACKS
-
-    @property
-    def verdict(self) -> str:
-        """In one word: pass, fail, inconclusive, none, pending or error."""
-        if self.outcome is None or self.outcome.artifact is None:
-            return "error"
-        if self.outcome.pending and self.outcome.verdict != "fail":
-            return "pending"
-        return self.outcome.verdict
-
-    @property
-    def waits_for(self) -> str:
-        """Say what it waits for that has not ended, or whose engine is not built; empty: for nothing."""
-        if self.outcome is not None and self.outcome.artifact is not None:
-            return f"a node with the device of its target, to {_FINISH}" if self.verdict == "pending" else ""
-        if self.state == "waiting" and self.place is not None:
-            return str(self.place)
-        return f"the end of {self.stage or 'its build'} on {self.node}" if self.state in _ON_NODE else ""
-
-
-_ON_NODE = "building", "finishing"
-_FINISH = "finish the engine"
-
-
-def worst(codes: Iterable[int]) -> int:
-    """Choose the exit code of several builds, by `WORST_FIRST`; one that is not listed is a bug."""
-    return min((code if code in WORST_FIRST else _BUG for code in codes), key=WORST_FIRST.index, default=0)
 
 
 def admit(farm: Farm, needs: NodeNeeds) -> None:
@@ -316,7 +246,7 @@ def _end(row: Row, result: BuildOutcome | Lost, farm: Farm, settings: FarmSettin
     if isinstance(result, Lost):
         if result.kind != "bug" and _again(row, farm, result.why, more_memory=result.kind == "memory"):
             return
-        code = _BUG if result.kind == "bug" else _LACKS
+        code = BUG if result.kind == "bug" else LACKS
         kept = row.outcome  # of a step before, which published something
         _fail(row, BuildOutcome(code, row.node, 0.0, kept.artifact if kept else None, message=result.why))
         return
@@ -371,7 +301,7 @@ def _elsewhere(row: Row, result: BuildOutcome, farm: Farm, settings: FarmSetting
             raise StoreLost(f"the store was lost: {error.message}", hint=error.hint) from error
     answer = farm.ask(preflight.lack, settings.needs, writes=True, nodes=[result.node]).get(result.node)
     lacks = _put_out(farm, result.node, answer)
-    if not lacks and result.exit_code != _LACKS:
+    if not lacks and result.exit_code != LACKS:
         return False
     assert row.place is not None
     place = replace(row.place, avoided=row.place.avoided | {result.node})
@@ -391,7 +321,7 @@ def _finish(row: Row, farm: Farm, settings: FarmSettings) -> None:
     recipe = row.build.load()
     target, nodes = targets.find(recipe.target), farm.nodes()
     if placing.mark(target, nodes) is None:
-        row.notes.append(f"run the same command when a node with the device has joined, to {_FINISH}")
+        row.notes.append(f"run the same command when a node with the device has joined, to {FINISH}")
         return
     row.place = _place(recipe, target, nodes, settings, True)
     overrides = (*row.build.overrides, *_pinned(recipe), *(() if recipe.engine.deferred else (_DEFERRED,)))

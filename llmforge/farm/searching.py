@@ -25,7 +25,8 @@ from llmforge.farm import pareto, space
 from llmforge.farm import store as stores
 from llmforge.farm.cluster import Farm
 from llmforge.farm.matrix import Build
-from llmforge.farm.running import BuildRunner, FarmSettings, Row
+from llmforge.farm.rows import Row
+from llmforge.farm.running import BuildRunner, FarmSettings
 from llmforge.farm.space import Choice, Limit, Space
 from llmforge.farm.worker import Figure
 from llmforge.metrics import catalog

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from llmforge.artifact import Artifact, remote
@@ -81,14 +82,37 @@ def share(path: Path, store: str) -> None:
         system, place = remote.opened(url)
         with remote.asking(url, writes=True):
             remote_files.make_folder(system, place.rpartition("/")[0])
-            system.invalidate_cache()
-            there = system.exists(place)
-        if there:
-            _add(artifact, url)
-        else:
-            remote.save(artifact, url)
+        while True:
+            with suppress(remote.ChangedMeanwhile), remote.alone(url):  # another host was faster: behind its evidence
+                _put(artifact, url)
+                return
 
     _patiently(write, store)
+
+
+def _put(artifact: Artifact, url: Url) -> None:
+    """Write an artifact to a URL, or bring what it has behind the evidence that is there of its content.
+
+    Raises:
+        ChangedMeanwhile: another host has written there meanwhile.
+        UsageError: the version is another content, or the evidence there is damaged.
+    """
+    known = remote.revision(url)
+    if known is None:
+        remote.save_over(artifact, url, None)
+        return
+    manifest, there = remote.evidence(url)
+    if manifest != artifact.manifest:
+        raise UsageError(f"{url}: holds the content {manifest.content_digest}", hint="remove it, or use another store")
+    digests, own = {record.digest for record in there}, [record.digest for record in artifact.evidence]
+    if own[-1] in digests:
+        return
+    if digests <= set(own):  # all of what is there goes on in this one
+        remote.save_over(artifact, url, known)
+        return
+    with tempfile.TemporaryDirectory(prefix=_JOINED, dir=artifact.path.parent.parent) as folder:
+        remote.load(url, Path(folder), confirmed.confirm)
+        remote.save_over(artifacts.publish_again(artifact, Path(folder)), url, known)
 
 
 def fetch(path: Path, store: str | None) -> None:
@@ -190,23 +214,3 @@ def is_lost(error: ForgeError) -> bool:
         for each in causes
         if each is not None
     )
-
-
-def _add(artifact: Artifact, url: Url) -> None:
-    """Bring what an artifact has behind the evidence that the store has of its content.
-
-    Raises:
-        UsageError: the version is another content, or the evidence there is damaged.
-    """
-    manifest, there = remote.evidence(url)
-    if manifest != artifact.manifest:
-        raise UsageError(f"{url}: holds the content {manifest.content_digest}", hint="remove it, or use another store")
-    known, own = {record.digest for record in there}, [record.digest for record in artifact.evidence]
-    if own[-1] in known:
-        return
-    if known <= set(own):  # all of what is there goes on in this one
-        remote.save(artifact, url)
-        return
-    with tempfile.TemporaryDirectory(prefix=_JOINED, dir=artifact.path.parent.parent) as folder:
-        remote.load(url, Path(folder), confirmed.confirm)
-        remote.save(artifacts.publish_again(artifact, Path(folder)), url)

@@ -107,7 +107,8 @@ def _build(job: Job, tell: Tell) -> dict[str, Any]:
     """Run the command, and return its exit code, what it printed, and its error."""
     before = {name: value for name, value in os.environ.items() if name != _OF_RAY}
     kills = _kernel_kills()
-    command = [sys.executable, "-m", "llmforge.farm.attached", str(os.getpid()), "build", *job.arguments]
+    # -P: the llmforge of this process, whatever lies in the folder that the node was started in
+    command = [sys.executable, "-P", "-m", "llmforge.farm.attached", str(os.getpid()), "build", *job.arguments]
     with (
         tempfile.TemporaryFile() as printed,
         subprocess.Popen(

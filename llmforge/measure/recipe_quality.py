@@ -12,6 +12,7 @@ from llmforge.base.progress import Progress
 from llmforge.checkpoint import text
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.measure import answers, quality
+from llmforge.measure.answers import Generate
 from llmforge.measure.baseline import Baseline, baseline_on
 from llmforge.measure.quality import Logits, QualityRun
 from llmforge.measure.streamed_baseline import StreamedBaseline
@@ -38,8 +39,8 @@ class RecipeQuality:
         """Length of the windows whose second half alone is scored; None: all is."""
         return self.spec.context if self.spec.scored == "second-half" else None
 
-    def answers(self, baseline: Baseline | StreamedBaseline) -> ComparedAnswers:
-        """Compare greedy answers, where the recipe asks for them."""
+    def answers(self, baseline: Baseline | StreamedBaseline, greedy: Generate | None = None) -> ComparedAnswers:
+        """Compare greedy answers, where the recipe asks for them; `greedy` gives those of another runtime."""
         if self.spec.samples is None:
             return (), ()
         self.progress.stage("Compare answers")
@@ -47,7 +48,7 @@ class RecipeQuality:
         return answers.compare(
             self.windows,
             self.spec.samples,
-            artifact=self._greedy,
+            artifact=greedy or self._greedy,
             baseline=lambda texts: baseline.of(texts, self.progress.advance),
             continued=baseline.greedy,
             ends=self.runner.config.eos_token_ids,

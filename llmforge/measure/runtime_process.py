@@ -4,7 +4,8 @@ Run by its path, `PYTHON -I runtime_process.py RUNTIME [FOLDER]`; it imports not
 standard output, as JSON, is {"versions": {…}} or {"lacks": WHY}. Without FOLDER that is all. Then it reads one request
 a line, {"prompt": [ids], "answer": [ids], "tokens": N, "ends": [ids], "logits": FILE}, and replies with a line each,
 {"answer": [ids]}: its own greedy answer of at most N tokens, to the end of the text. FILE gets the bytes of
-fp32 [S, V], its logits in front of each of the S tokens of the request's `answer`, read one by one after the prompt.
+fp32 [S, V], its logits in front of each of the S tokens of the request's `answer`, read one by one after the prompt;
+a request without FILE asks for the greedy answer alone.
 
 A request {"ids": [ids], "step": N or null, "logits": FILE} asks for the logits after each of the ids, read N at a time,
 or at once; the reply is {"tokens": S}. {"generate": [[ids], …], "tokens": N} asks a server's engine for N tokens of
@@ -413,7 +414,8 @@ def serve(runtime: str, folder: str, reply: TextIO) -> None:
             _say(reply, {"tokens": len(asked["ids"])})
             continue
         answer = engine.answer(asked["prompt"], asked["tokens"], asked["ends"])
-        engine.logits(asked["prompt"], asked["answer"]).astype("<f4").tofile(asked["logits"])
+        if "logits" in asked:
+            engine.logits(asked["prompt"], asked["answer"]).astype("<f4").tofile(asked["logits"])
         _say(reply, {"answer": answer})
 
 

@@ -30,11 +30,11 @@ from llmforge.measure import answers, runtime_process
 from llmforge.metrics import agreement
 from llmforge.metrics.agreement import DISTRIBUTIONS, PROMPTS, TOKENS, ComparedPrompt, RuntimeName, RuntimeRun
 from llmforge.metrics.quality import PROMPT_TOKENS
-from llmforge.runtime.config import RuntimeConfig
 from llmforge.serving import Runner, Sampling
 
 TIMEOUT_S = 600.0  # for a runtime to be imported, to load the artifact and give its first answer, and for each further
 _GRACE_S = 10.0  # for a process to end that has closed its output
+_NO_QUALITY = "remove it from `validation.runtimes`"
 _NO_LATENCY = "remove `latency` of the recipe's validation"
 _LONGEST_LINE = 2**20  # bytes
 _Logits = NDArray[np.float32]  # [S, V]
@@ -160,12 +160,24 @@ class Opened:
         Raises:
             RunFailed: it ended, was too late, or said what is no answer.
         """
-        with self._answering("remove it from `validation.runtimes`"):
+        with self._answering(_NO_QUALITY):
             self._process.write({"ids": list(ids), "step": step_tokens, "logits": str(self._file)})
             self._process.read(TIMEOUT_S)
             found = _logits(self._file, len(ids), self._vocabulary)
         self._file.unlink()
         return found
+
+    def answer(self, ids: NDArray[np.int64], tokens: int) -> list[int]:
+        """Continue a prompt [S] greedily by at most `tokens`; it may end where the runtime takes a text to end.
+
+        Raises:
+            RunFailed: it ended, was too late, or said what is no answer.
+        """
+        with self._answering(_NO_QUALITY):
+            self._process.write({"prompt": ids.tolist(), "tokens": tokens, "ends": []})
+            if not (made := _answer(self._process.read(TIMEOUT_S), tokens, self._vocabulary)):
+                raise RuntimeFailed("gave no token")
+        return made
 
     def generate(self, ids: NDArray[np.int64], tokens: int) -> Iterator[int]:
         """Continue prompts [B, S] greedily; yield 1, 2, … `tokens`, as soon as each prompt has so many more tokens.
@@ -250,7 +262,8 @@ def _compared(
             said = process.read(timeout_s)
             theirs = _logits(file, len(each.answer), runner.config.vocabulary)
             ours = runner.logits([*each.prompt, *each.answer[:-1]], 1, first_step=len(each.prompt))
-            yield _compare(each, _answer(said, runner.config, ends), ours[len(each.prompt) - 1 :], theirs)
+            answer = answers.ended(_answer(said, TOKENS, runner.config.vocabulary), ends)
+            yield _compare(each, answer, ours[len(each.prompt) - 1 :], theirs)
             file.unlink()
 
 
@@ -260,7 +273,7 @@ def _compare(asked: _Asked, theirs: list[int], our_logits: _Logits, their_logits
     difference = np.abs(ours - other)
     p, q = _log_softmax(ours), _log_softmax(other)
     kld = np.maximum((np.exp(p) * (p - q)).sum(-1), 0.0)  # rounding may put it below
-    return ComparedPrompt(
+    made = ComparedPrompt(
         document=asked.document,
         prompt_tokens=len(asked.prompt),
         ours=tuple(asked.answer),
@@ -271,6 +284,11 @@ def _compare(asked: _Asked, theirs: list[int], our_logits: _Logits, their_logits
         difference_mean=_written(difference.mean(-1)),
         difference_max=_written(difference.max(-1)),
     )
+    at = made.first_difference
+    if at is None or at >= min(len(theirs), len(asked.answer)):  # one ends where the other goes on
+        return made
+    [margin] = _written(ours[at, [asked.answer[at]]] - ours[at, [theirs[at]]])
+    return made.model_copy(update={"margin": margin})
 
 
 def _log_softmax(logits: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -284,14 +302,14 @@ def _written(values: NDArray[np.float64]) -> tuple[float, ...]:
     return tuple(float(f"{value:.6g}") for value in values.tolist())
 
 
-def _answer(said: Mapping[str, Any], config: RuntimeConfig, ends: Sequence[int]) -> list[int]:
-    """Take the answer of a reply, to the end of the text."""
+def _answer(said: Mapping[str, Any], tokens: int, vocabulary: int) -> list[int]:
+    """Take the answer of a reply, at most `tokens`."""
     ids = said.get("answer")
-    if not isinstance(ids, list) or len(ids) > TOKENS:
-        raise RuntimeFailed(f"replied with {shown(said)}, where at most {TOKENS} token ids were expected")
-    if wrong := [each for each in ids if type(each) is not int or not 0 <= each < config.vocabulary]:
-        raise RuntimeFailed(f"gave the token id {shown(wrong[0])}; the vocabulary has {config.vocabulary}")
-    return answers.ended(ids, ends)
+    if not isinstance(ids, list) or len(ids) > tokens:
+        raise RuntimeFailed(f"replied with {shown(said)}, where at most {tokens} token ids were expected")
+    if wrong := [each for each in ids if type(each) is not int or not 0 <= each < vocabulary]:
+        raise RuntimeFailed(f"gave the token id {shown(wrong[0])}; the vocabulary has {vocabulary}")
+    return ids
 
 
 def _logits(file: Path, tokens: int, vocabulary: int) -> _Logits:

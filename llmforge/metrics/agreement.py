@@ -48,6 +48,7 @@ class ComparedPrompt(ReportRecord):
     kld: Floats  # KL(ours ‖ theirs) there, nats
     difference_mean: Floats  # of the logits there: mean |Δ| over the vocabulary
     difference_max: Floats
+    margin: float | None = None  # of our logit over theirs, in ours, where answers differ first; None: they do not
 
     @model_validator(mode="after")
     def _of_the_same_places(self) -> Self:
@@ -98,6 +99,17 @@ class RuntimeRun(ReportRecord):
         """Its name and version."""
         name = DISTRIBUTIONS[self.runtime]
         return f"{name} {self.versions[name]}" if name in self.versions else name
+
+    @property
+    def near_ties(self) -> int:
+        """How many answers differ first where our logits of both tokens lie closer than rounding moves logits anyway.
+
+        That is the largest |Δlogit| of a place, median over all places that were compared.
+        """
+        if not self.prompts:
+            return 0
+        moved = median(each for prompt in self.prompts for each in prompt.difference_max)
+        return sum(prompt.margin is not None and prompt.margin <= moved for prompt in self.prompts)
 
 
 def made_of(run: RuntimeRun) -> Agreement | None:

@@ -93,7 +93,8 @@ def write(
     grid = source.grid_of(settings, folder) if is_stored else None
     compute = before.plan.scheme.compute
     kernels = library() is not None
-    there = Deployment(target, BACKENDS[chosen], compute, goal, latents, is_stored, grid, kernels)
+    known = latents, is_stored, grid, kernels
+    there = Deployment(target, BACKENDS[chosen], compute, goal, *known, is_bf16=shape.dtype == "bf16")
     requantizes = is_stored and grid is None and there.on_cpu and kernels
     if requantizes:
         there = replace(there, is_quantized=False)

@@ -38,7 +38,7 @@ LINEARS: Mapping[Scale, tuple[Grid, ...]] = {
     ),
     **{
         scale: (*(Grid(4, size, False, scale) for size in (128, 64, 32)), Grid(8, 128, True, scale))
-        for scale in ("fp16", "fp32")
+        for scale in ("fp16", "bf16", "fp32")
     },
 }
 TABLES: Mapping[Scale, tuple[Grid, ...]] = {
@@ -46,7 +46,7 @@ TABLES: Mapping[Scale, tuple[Grid, ...]] = {
         Grid(bits, block_size, True, "int8", trellis=bits == 4)
         for bits, block_size in ((4, 32), (5, 64), (5, 32), (6, 64), (6, 32), (8, 64))
     ),
-    **{scale: (Grid(4, 32, True, scale), Grid(8, 128, True, scale)) for scale in ("fp16", "fp32")},
+    **{scale: (Grid(4, 32, True, scale), Grid(8, 128, True, scale)) for scale in ("fp16", "bf16", "fp32")},
 }
 # Of bytes above the smallest formats, that are told apart. SmolLM2-135M at 6 bits has 53,000; with 20,000 of the whole
 # budget, sizes rounded up left .26 % of it unused, and 2.0 % more was predicted to be lost.

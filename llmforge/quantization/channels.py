@@ -2,6 +2,9 @@
 
 Weights are [K, N] (input by output features), codes have their shape, scales are fp32 [N]: `w ≈ codes·scales`. The
 largest magnitude of a column becomes the largest code.
+
+fp8 may have one scale for each square of 128 × 128 instead (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), K a multiple
+of 128, the last squares along N narrower: scales are fp32 [K / 128, N], those of a square alike.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from llmforge.quantization.formats import FP8_CHANNEL, INT8_CHANNEL
 
 INT8, FP8 = ir.DataType.INT8, ir.DataType.FLOAT8E4M3FN
 DTYPES: Mapping[str, ir.DataType] = {"int8": INT8, "fp8": FP8}
+SQUARE = 128  # input and output features that share a scale, and input features that share one of a token
 LARGEST: Mapping[ir.DataType, float] = {INT8: INT8_CHANNEL.largest, FP8: FP8_CHANNEL.largest}
 
 
@@ -43,6 +47,29 @@ def codes(numbers: NDArray[np.float32], scales: NDArray[np.float32], dtype: ir.D
     steps = np.clip(numbers / scales, -limit, limit)
     rounded: NDArray[Any] = (np.rint(steps) if dtype == INT8 else steps).astype(dtype.numpy())
     return rounded
+
+
+def square_scales(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+    """Divide the largest magnitude of each square of one matrix [K, N] by that of fp8; 1 for a square of zeros.
+
+    Raises:
+        ValueError: it is no finite matrix whose rows divide into squares.
+    """
+    [weight] = parts
+    if weight.ndim != 2 or len(weight) % SQUARE or not np.isfinite(weight).all():
+        raise ValueError(
+            f"a finite matrix of {SQUARE}·n rows is needed; this has shape {weight.shape}, NaN or infinity"
+        )
+    k, n = weight.shape
+    peaks = np.abs(weight).reshape(k // SQUARE, SQUARE, n).max(1).astype(np.float32)
+    wide = np.maximum.reduceat(peaks, np.arange(0, n, SQUARE), axis=1) / np.float32(LARGEST[FP8])
+    return np.repeat(np.where(wide == 0, np.float32(1), wide), SQUARE, axis=1)[:, :n]
+
+
+def square_codes(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Round one matrix [K, N] to fp8 under `square_scales`; ties go to the even code."""
+    weight = parts[0].astype(np.float32)
+    return codes(weight, np.repeat(square_scales([weight]), SQUARE, axis=0), FP8)
 
 
 CODES: Mapping[ir.DataType, Function] = {dtype: partial(_codes, dtype) for dtype in LARGEST}

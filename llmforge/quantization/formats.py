@@ -135,7 +135,8 @@ NATIVE = tuple(
     Format(dtype, 2**size, scale, zero_points=zero_points)
     for dtype in ("int3", "int4", "int5", "int6", "int8")
     for size in range(4, 17)
-    for scale in ("fp32", "fp16", "int8")
+    for scale in ("fp32", "fp16", "bf16", "int8")
     for zero_points in (False, True)
+    if scale != "bf16" or dtype in ("int4", "int8")  # as servers of others have them
 )
 TRELLISES = tuple(Format("trellis4", 2**size, scale) for size in range(4, 17) for scale in ("fp32", "fp16", "int8"))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmforge.quantization.formats import Format
 
 BITS = (3, 4, 5, 6, 8)
-Scale = Literal["fp32", "fp16", "int8"]  # as what scales are stored; int8 under a bf16 superscale
+Scale = Literal["fp32", "fp16", "bf16", "int8"]  # as what scales are stored; int8 under a bf16 superscale
+PORTABLE_BITS = (4, 8)  # that com.microsoft::MatMulNBits has, and servers of others
 QMOE_BITS = (4, 8)  # that com.microsoft::QMoE has
 SMALLEST_BLOCK = 16  # com.microsoft::MatMulNBits: "a power of two and not smaller than 16"
 
@@ -43,6 +45,8 @@ class Grid:
             raise ValueError("a trellis has 4 bits and no zero points")
         if self.minimums and (self.symmetric or self.scale == "int8"):
             raise ValueError("minima go with fp32 or fp16 scales, and codes are not symmetric")
+        if self.scale == "bf16" and (self.bits not in PORTABLE_BITS or self.trellis or self.minimums):
+            raise ValueError("bf16 scales, for servers of others, go with uniform codes of 4 or 8 bits without minima")
         if self.block_size < SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two from {SMALLEST_BLOCK} on, is {self.block_size}")
 
@@ -55,7 +59,7 @@ class Grid:
     @property
     def portable(self) -> bool:
         """Say whether com.microsoft::MatMulNBits and GatherBlockQuantized read it; others are for the CPU kernels."""
-        return self.bits in (4, 8) and self.scale != "int8" and not self.trellis and not self.minimums
+        return self.bits in PORTABLE_BITS and self.scale != "int8" and not self.trellis and not self.minimums
 
     @property
     def zero_points(self) -> bool:
@@ -91,14 +95,15 @@ class Grid:
         return None if block_size < SMALLEST_BLOCK else replace(self, block_size=block_size)
 
     def fitting(self, *widths: int) -> Grid | None:
-        """Return this grid as com.microsoft::QMoE has it: 4 or 8 bits, no trellis, fp16 in place of int8 scales.
+        """Return this grid as com.microsoft::QMoE has it: 4 or 8 bits, no trellis, no int8 or bf16 scales (fp16, fp32).
 
         Its block is the largest, up to its own, that divides `widths` all, each of which holds it twice or more. None
         where that would be too small, or QMoE has not so many bits, or it has minima.
         """
         if self.bits not in QMOE_BITS or self.minimums:
             return None
-        scale: Scale = "fp16" if self.scale == "int8" else self.scale
+        stored: Mapping[Scale, Scale] = {"int8": "fp16", "bf16": "fp32"}
+        scale = stored.get(self.scale, self.scale)
         block_size = self.block_size
         while block_size >= SMALLEST_BLOCK:
             if all(width % block_size == 0 and width > block_size for width in widths):

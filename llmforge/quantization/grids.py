@@ -328,6 +328,9 @@ def stored(scales: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
     """
     if grid.scale == "fp32":
         return scales
+    if grid.scale == "bf16":
+        brain = bf16(scales)
+        return np.where(brain == 0, np.copysign(np.float32(2.0**-126), scales), brain)
     if grid.scale == "fp16":
         with np.errstate(over="ignore"):
             rounded = scales.astype(np.float16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,19 +14,24 @@ from llmforge.ir import graph
 from llmforge.ir.derived import by_output, computed
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization import cpu_layout
-from llmforge.quantization.grid import Grid
+from llmforge.quantization.grid import Grid, Scale
 from llmforge.quantization.grids import QuantizedMatrix, pack, stack
 from llmforge.quantization.methods.base import NO_INPUTS, LayerInputs, Method
 
 Parts = dict[str, NDArray[np.generic]]  # of a matrix in the layout of MatMulNBits: codes, scales, zero_points
-SCALES = {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16}  # of a portable grid
+# Of a portable grid.
+SCALES: Mapping[Scale, ir.DataType] = {
+    "fp32": ir.DataType.FLOAT,
+    "fp16": ir.DataType.FLOAT16,
+    "bf16": ir.DataType.BFLOAT16,
+}
 
 
 @dataclass(frozen=True, eq=False)
 class PackedInitializers:
     """The initializers of a matrix in the layout of com.microsoft::MatMulNBits (`quantization.grids.Packed`).
 
-    scales are fp32 [N, blocks], or fp16 where the grid stores them so.
+    scales are fp32 [N, blocks], or fp16 or bf16 where the grid stores them so.
     """
 
     codes: ir.Value
@@ -87,7 +92,7 @@ class LazyMatrix:
 def laid_out(matrix: QuantizedMatrix) -> Parts:
     """Lay out a matrix on a portable grid as its initializers are."""
     packed = pack(matrix)
-    scales = packed.scales.astype(np.float16) if matrix.grid.scale == "fp16" else packed.scales
+    scales = packed.scales.astype(SCALES[matrix.grid.scale].numpy(), copy=False)
     made: Parts = {"codes": packed.codes, "scales": scales}
     return made if packed.zero_points is None else {**made, "zero_points": packed.zero_points}
 

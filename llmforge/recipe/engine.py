@@ -36,16 +36,23 @@ class EngineSpec(Section):
         description="memory of the KV cache on a GPU; slots: max_context tokens for each sequence; paged: blocks of "
         "one pool, as many as a text fills (onnxruntime only); default: paged where the engine can, else slots",
     )
+    quant_method: Literal["compressed-tensors", "modelopt"] = Field(
+        default="compressed-tensors",
+        description="of a checkpoint for vLLM and others, in its config.json; modelopt: NVFP4 by ModelOpt's names, "
+        "with hf_quant_config.json, which TensorRT-LLM loads, too",
+    )
     deferred: bool = Field(
         default=False,
         description="publish without an engine, to build it later on the target GPU with `llmforge build --finish`",
     )
 
     @model_validator(mode="after")
-    def _batches_reach_the_largest(self) -> Self:
+    def _goes_together(self) -> Self:
         batches = self.decode_batches
         if batches and (list(batches) != sorted(set(batches)) or batches[-1] != self.max_batch):
             raise ValueError(
                 f"decode_batches is {list(batches)}; expected ascending numbers up to max_batch, {self.max_batch}"
             )
+        if self.quant_method == "modelopt" and self.backend != "compressed-tensors":
+            raise ValueError("quant_method: modelopt goes with backend: compressed-tensors")
         return self

@@ -301,10 +301,11 @@ def runtime_rows(report: Report) -> list[tuple[str, str]]:
         if (made := run.figures) is not None:
             places = sum(len(each.ours) for each in run.prompts)
             equal = sum(each.first_difference is None for each in run.prompts)
+            ties = f" (near ties, of the others: {run.near_ties})" if run.near_ties else ""
             bounds = units.interval(made.agreement, units.percent)
             said = [
                 f"{units.percent(made.agreement.value)} of {units.count(places)} tokens agree ({bounds})",
-                f"{equal} of {run.asked} answers are equal",
+                f"{equal} of {run.asked} answers are equal{ties}",
                 f"KLD {units.significant(made.kld_mean.value)}",
                 f"largest |Δlogit| {units.significant(made.logit_difference_max)}",
             ]
@@ -320,6 +321,7 @@ def runtime_prompts(run: RuntimeRun) -> FigureTable:
         places = len(each.ours)
         figures = (sum(each.kld) / places, sum(each.difference_mean) / places, max(each.difference_max))
         first = "none" if each.first_difference is None else f"after {each.first_difference}"
+        first += "" if each.margin is None else f", by {units.significant(each.margin)}"
         agree = units.percent(each.agreeing / places)
         rows.append((each.document, str(places), agree, first, *map(units.significant, figures)))
     return FigureTable(head, rows, ("document",))

@@ -93,7 +93,7 @@ class BlockWriter:
         self._replace(layer, product.output)
 
     def _in_fp32(self, reader: ir.Node, scales: ir.Value) -> ir.Value:
-        """Cast scales that are stored as fp16 in front of `reader`; ONNX Runtime does so once, when it loads."""
+        """Cast scales that are stored in 16 bits in front of `reader`; ONNX Runtime does so once, when it loads."""
         if scales.dtype == ir.DataType.FLOAT:
             return scales
         [cast] = graph.insert(reader, "Cast", [scales], {"to": ir.DataType.FLOAT}, name=f"{reader.name}/scales_fp32")

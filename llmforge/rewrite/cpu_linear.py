@@ -79,6 +79,8 @@ def reason_against(layer: contrib.MatMulNBits) -> str | None:
     if layer.g_idx is not None:
         return "its columns are in another order (g_idx)"
     stored = (layer.b, _stored_scales(layer.scales)[0], layer.zero_points, layer.bias)
+    if (cast := Cast.made(layer.scales)) is not None and cast.x.dtype == ir.DataType.BFLOAT16:
+        return "its scales are bf16, which are for servers of others"
     if any(value is not None and not value.is_initializer() for value in stored):
         return "its weights are computed"
     if layer.zero_points is not None and layer.zero_points.dtype != ir.DataType.UINT8:

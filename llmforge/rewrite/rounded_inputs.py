@@ -29,6 +29,7 @@ class HowRounded:
     dtype: Literal["int8", "fp8"]
     activations: Literal["none", "static", "per_token"]
     smooth: bool  # by the factors that calibration found
+    group: int | None = None  # features of a token that share a scale; None: all do
 
 
 @record(eq=False)
@@ -71,7 +72,9 @@ class InputRounding:
         if self.how.activations == "none" or (static and own is None and not self._ranges[x]):
             return ""
         if (x, own) not in self._made:
-            self._made[x, own] = self._static(product, own) if static else self._per_token(product)
+            grouped = self.how.group is not None
+            make = self._per_group if grouped else self._per_token
+            self._made[x, own] = self._static(product, own) if static else make(product)
         made = self._made[x, own]
         product.x = made.values
         if made.scale is not None:
@@ -125,18 +128,37 @@ class InputRounding:
 
     def _per_token(self, product: MatMul) -> _Input:
         """Round each token by its own largest magnitude: what is read is in steps of the token."""
-        x, node, name = product.x, product.node, f"{product.x.name}.{self.how.dtype}"
+        x, name = product.x, f"{product.x.name}.{self.how.dtype}"
+        values, scale = self._by_last_axis(product.node, x, name)
+        return _Input(values, scale, self._done(x))
+
+    def _per_group(self, product: MatMul) -> _Input:
+        """Round each group of features of a token by its own largest magnitude, in the units of the layers."""
+        x, node, name, group = product.x, product.node, f"{product.x.name}.{self.how.dtype}", self.how.group
+        assert group is not None
+        groups = graph.initializer(self.model, f"{self.how.step}.groups", np.array([0, 0, -1, group]))
+        whole = graph.initializer(self.model, f"{self.how.step}.features", np.array([0, 0, -1]))
+        split = self._add("Reshape", node, [x, groups], f"{name}.groups", x)
+        if x.shape is not None:
+            split.shape = ir.Shape([*x.shape[:-1], graph.width(x) // group, group])
+        steps, scale = self._by_last_axis(node, split, name)
+        values = self._add("Mul", node, [steps, scale], f"{name}.values", split)
+        joined = self._add("Reshape", node, [values, whole], f"{name}.joined", x)
+        return _Input(joined, None, f"{self._done(x)}, in groups of {group}")
+
+    def _by_last_axis(self, node: ir.Node, x: ir.Value, name: str) -> tuple[ir.Value, ir.Value]:
+        """Round `x` by its largest magnitudes along the last axis; return the steps, and how large one is."""
         largest = channels.LARGEST[channels.DTYPES[self.how.dtype]]
         one = graph.initializer(self.model, f"{self.how.step}.one", np.float32(1))
         last = graph.initializer(self.model, f"{self.how.step}.last_axis", np.array([-1]))
-        share = graph.initializer(self.model, f"{self.how.step}.of_largest_{self.how.dtype}", np.float32(1 / largest))
+        code = graph.initializer(self.model, f"{self.how.step}.largest_{self.how.dtype}", np.float32(largest))
         least = graph.initializer(self.model, f"{self.how.step}.least", np.float32(_LEAST))
         size = self._add("Abs", node, [x], f"{name}.size", x)
         top = self._add("ReduceMax", node, [size, last], f"{name}.top", x, per_token=True, keepdims=1)
-        step = self._add("Mul", node, [top, share], f"{name}.step", x, per_token=True)
+        step = self._add("Div", node, [top, code], f"{name}.step", x, per_token=True)  # as vLLM: the same bits
         scale = self._add("Max", node, [step, least], f"{name}.scale", x, per_token=True)
         steps = self._add("Div", node, [x, scale], f"{name}.steps", x)
-        return _Input(self._through_codes(node, steps, one, name), scale, self._done(x))
+        return self._through_codes(node, steps, one, name), scale
 
     def _through_codes(self, node: ir.Node, x: ir.Value, scale: ir.Value, name: str) -> ir.Value:
         """Round `x` to multiples of `scale` in front of `node`."""

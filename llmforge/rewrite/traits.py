@@ -57,6 +57,7 @@ class Deployment:
     is_quantized: bool = False  # the checkpoint comes quantized
     stored: Grid | None = None  # on which its codes lie; None: on none that is known here
     own_kernels: bool = False  # llmforge's CPU kernels are compiled
+    is_bf16: bool = False  # the checkpoint is in bf16
 
     @property
     def on_cpu(self) -> bool:

@@ -30,8 +30,9 @@ _SHARES = {"gptq": CALIBRATED_SHARE, "importance": IMPORTANCE_SHARE}
 def of_weights(name: str, there: Deployment) -> Iterator[Proposal]:
     """Propose formats of the pass `name`, in the blocks and with the scales that the engine reads best."""
     other, columns = there.backend.export_format, there.backend.scales == "channels"
-    if other is not None:  # servers of others have the scales of symmetric codes in fp16
-        yield from _portable(name, other.block, symmetric=True, scale="fp16", tables=other.tables)
+    if other is not None:  # servers of others have symmetric codes, with scales in 16 bits
+        scale: Scale = "bf16" if other.bf16_scales and there.is_bf16 else "fp16"
+        yield from _portable(name, other.block, symmetric=True, scale=scale, tables=other.tables)
     elif columns:
         yield next(_portable(name, 128, symmetric=True, tables=False))
     elif there.on_cpu and there.own_kernels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -9,9 +10,11 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from llmforge.base import interpreter, small_file
 from llmforge.base.child_process import ChildEnded, ChildProcess
@@ -52,6 +55,16 @@ class ChatTemplate:
             what = f"{where}: the chat template has an error: it is nested too deeply"
             raise InputError(what, hint=_HINT) from None
 
+    @functools.cached_property
+    def variables(self) -> frozenset[str]:
+        """Names of the variables that it reads; none of a template that does not compile."""
+        try:
+            return frozenset(
+                jinja2.meta.find_undeclared_variables(template_worker.make_environment().parse(self.source))
+            )
+        except jinja2.TemplateError:
+            return frozenset()
+
     @classmethod
     def read(cls, tokenizer: Path) -> ChatTemplate | None:
         """Read the template of a tokenizer folder; None where it has none."""
@@ -75,10 +88,11 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Write `messages` (JSON objects with `role` and `content`) as the model was trained to read them.
 
-        `tools` are functions that the model may call, in OpenAI's shape.
+        `tools` are functions that the model may call, in OpenAI's shape; `variables` are others of the template's.
 
         The first call starts the process that renders, the first long one another; they live as long as the template.
         Any thread may call.
@@ -87,7 +101,7 @@ class ChatTemplate:
             InputError: the template refuses the messages, fails on them, or takes too much time or memory.
             EnvironmentLacks: no process can be started.
         """
-        return self._render(messages, tools, {"add_generation_prompt": add_generation_prompt})
+        return self._render(messages, tools, {**variables, "add_generation_prompt": add_generation_prompt})
 
     def render_generations(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import Encoding, Tokenizer
@@ -42,16 +43,21 @@ class TextEncoder:
         """How calls of tools are written; None where the template writes none that could be read."""
         return None if self.template is None else ToolFormat.find(self.template)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> list[int]:
         """Tokenize a conversation with the chat template, up to where the assistant speaks.
 
-        `tools` and calls of tools in the conversation are in OpenAI's shape.
+        `tools` and calls of tools in the conversation are in OpenAI's shape; `variables` are others of the template's.
 
         Raises:
             UsageError: there is no chat template, arguments of a call are no JSON, or as `encode`.
             InputError: the template refuses the messages.
         """
-        return list(self.tokenized([self.render(messages, tools)], special=False)[0].ids)
+        return list(self.tokenized([self.render(messages, tools, variables=variables)], special=False)[0].ids)
 
     def render(
         self,
@@ -59,6 +65,7 @@ class TextEncoder:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Write a conversation with the chat template.
 
@@ -66,7 +73,10 @@ class TextEncoder:
             UsageError, InputError: as `encode_chat`.
         """
         return self._template.render(
-            self._as_written(messages), tools=tools, add_generation_prompt=add_generation_prompt
+            self._as_written(messages),
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=variables,
         )
 
     def render_generations(
@@ -135,6 +145,7 @@ class PromptEncoder(TextEncoder):
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
         """Write a conversation with the chat template.
 
@@ -144,7 +155,7 @@ class PromptEncoder(TextEncoder):
         """
         if len(messages) > self.config.max_context:
             raise UsageError(f"{len(messages):,} messages; the context holds {self.config.max_context:,} tokens")
-        return super().render(messages, tools, add_generation_prompt=add_generation_prompt)
+        return super().render(messages, tools, add_generation_prompt=add_generation_prompt, variables=variables)
 
     def tokenized(self, texts: Sequence[str], *, special: bool) -> list[Encoding]:
         """Tokenize texts.

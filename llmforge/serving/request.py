@@ -31,6 +31,7 @@ class Request:
     detokenize: bool = True
     special_tokens: frozenset[int] = frozenset()
     adapter: str = ""  # of those that the artifact keeps apart; "": none
+    client: str = ""  # who asks: those who wait get places in turns; "": all the same
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not (math.isfinite(self.timeout_s) and self.timeout_s > 0):

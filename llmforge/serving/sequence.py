@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
@@ -11,6 +12,12 @@ from llmforge.runtime.sampling.options import Sampling
 from llmforge.runtime.sampling.sampler import TokenSampler
 from llmforge.serving.detokenize import Detokenizer, StopStrings
 from llmforge.serving.request import Receiver, Request, Usage
+
+
+def next_waiting(waiting: Iterable[Sequence], running: Iterable[Sequence]) -> Sequence:
+    """Choose who gets the next place: of the clients that have the fewest sequences running, who waits longest."""
+    places = Counter(sequence.request.client for sequence in running)
+    return min(waiting, key=lambda sequence: places[sequence.request.client])  # the first of those alike
 
 
 class OutputText:

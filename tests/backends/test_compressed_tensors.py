@@ -9,21 +9,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
+from pydantic import ValidationError
 from safetensors import safe_open
 
 from llmforge import passes, targets
 from llmforge.backends.compressed_tensors import builder as compressed_tensors
-from llmforge.backends.compressed_tensors import servers
+from llmforge.backends.compressed_tensors import layout, servers
 from llmforge.backends.compressed_tensors.builder import LayerScheme
 from llmforge.backends.engines import BuildRequest, exporter
-from llmforge.backends.exported_parameters import Exported, check_passes
+from llmforge.backends.exported_parameters import ChannelMatrix, Exported, Fp4Matrix, check_passes
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import export_proxy
@@ -34,18 +35,25 @@ from llmforge.passes import (
     LowerPrecision,
     PackQkv,
     QuantizeChannels,
+    QuantizeFp4,
     QuantizeKvCache,
     QuantizeWeights,
 )
+from llmforge.quantization.grids import dequantize
 from llmforge.quantization.statistics import InputRange, Smoothed, Statistics
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context, Pass
+from llmforge.trace import trace
+
+from ..models import zoo
 
 Traced = tuple[Checkpoint, ir.Model]
 LOOSE = Budget(kld_mean=1.0)
-LOCAL, GPU = targets.local(), targets.load("l4")
+LOCAL = targets.local()
+GPUS = {QuantizeChannels: targets.load("l4"), QuantizeFp4: targets.load("b200")}
 EXPONENTS = [0, 1, 2, 3, 0]
 SPEC = EngineSpec(backend="compressed-tensors", max_context=32)
+BY_MODELOPT = EngineSpec(backend="compressed-tensors", max_context=32, quant_method="modelopt")
 LAYER = "model.layers.0.mlp.down_proj"
 
 
@@ -63,21 +71,22 @@ def export(traced: Traced, *steps: Any) -> tuple[ir.Model, Exported]:
     inputs = {}
     for name, entry in checkpoint.tensors.items():
         exponents = np.zeros(entry.shape[-1], np.int8)
-        exponents[:5] = EXPONENTS
+        exponents[:5] = EXPONENTS[: len(exponents)]
         inputs[name] = InputRange(np.full(entry.shape[-1], 4.0, np.float32), Smoothed(exponents, 0.5, 1.0, 2.0))
     statistics = Statistics(0, 0, {}, {}, inputs)
     for step in steps:
-        assert step.run(copy, Context(GPU if isinstance(step, QuantizeChannels) else LOCAL, statistics))
+        target = GPUS.get(type(step), LOCAL)
+        assert step.run(copy, Context(target, statistics))
     return copy, export_proxy.exported(copy, model, checkpoint)
 
 
-def check(exported: Exported) -> None:
-    exporter("compressed-tensors", LOCAL).check(exported, SPEC)
+def check(exported: Exported, spec: EngineSpec = SPEC) -> None:
+    exporter("compressed-tensors", LOCAL).check(exported, spec)
 
 
-def write(traced: Traced, folder: Path, *steps: Any) -> tuple[ir.Model, Path]:
+def write(traced: Traced, folder: Path, *steps: Any, spec: EngineSpec = SPEC) -> tuple[ir.Model, Path]:
     model, exported = export(traced, *steps)
-    compressed_tensors.build(BuildRequest(model, folder / "engine", SPEC, LOCAL, [0], 0, exported=exported))
+    compressed_tensors.build(BuildRequest(model, folder / "engine", spec, LOCAL, [0], 0, exported=exported))
     return model, folder / "engine"
 
 
@@ -117,10 +126,13 @@ def of_engine(model: ir.Model) -> Mapping[str, NDArray[Any]]:
     return {name: graph.tensor(value).numpy() for name, value in lowered.graph.initializers.items()}
 
 
+@pytest.mark.parametrize("scales", ["fp16", "bf16"])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_blocks_are_packed_as_they_are(bf16_llama: Traced, tmp_path: Path, bits: int, symmetric: bool) -> None:
-    step = blocks(bits=bits, symmetric=symmetric) if bits == 4 else blocks(bits=8)
+def test_blocks_are_packed_as_they_are(
+    bf16_llama: Traced, tmp_path: Path, bits: int, symmetric: bool, scales: str
+) -> None:
+    step = blocks(bits=bits, symmetric=symmetric, scales=scales) if bits == 4 else blocks(bits=8, scales=scales)
     model, engine = write(bf16_llama, tmp_path, step)
     found, ours = tensors(engine / "model.safetensors"), of_engine(model)
     [n, k] = found[f"{LAYER}.weight_shape"].tolist()
@@ -129,7 +141,7 @@ def test_blocks_are_packed_as_they_are(bf16_llama: Traced, tmp_path: Path, bits:
     unpacked = codes if bits == 8 else np.stack([codes & 15, codes >> 4], -1).reshape(n, -1)
     assert np.array_equal(dense(found[f"{LAYER}.weight_packed"], bits), unpacked.astype(np.int64) - 2 ** (bits - 1))
     assert found[f"{LAYER}.weight_packed"].shape == (n, k * bits // 32)
-    assert found[f"{LAYER}.weight_scale"].dtype == np.float16
+    assert found[f"{LAYER}.weight_scale"].dtype == {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}[scales]
     assert np.array_equal(found[f"{LAYER}.weight_scale"], ours[f"{LAYER}.weight.scales"].reshape(n, -1))
     if bits == 4 and not symmetric:
         points = ours[f"{LAYER}.weight.zero_points"]
@@ -140,7 +152,7 @@ def test_blocks_are_packed_as_they_are(bf16_llama: Traced, tmp_path: Path, bits:
     weights = settings(engine)["quantization_config"]["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights["group_size"], weights["symmetric"]) == (bits, 32, bits == 8 or symmetric)
     assert settings(engine)["quantization_config"]["format"] == "pack-quantized"
-    assert settings(engine)["dtype"] == "float16"
+    assert settings(engine)["dtype"] == {"fp16": "float16", "bf16": "bfloat16"}[scales]
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "int8"])
@@ -174,6 +186,148 @@ def test_channels_are_stored_by_output(bf16_llama: Traced, tmp_path: Path, dtype
     else:
         assert group["input_activations"] is None
     assert settings(engine)["dtype"] == "bfloat16", "that of the model"
+
+
+def test_squares_of_fp8_are_stored_by_square(sample_checkpoint: Path, sample_graph: ir.Model, tmp_path: Path) -> None:
+    step = QuantizeChannels(budget=LOOSE, dtype="fp8", activations="per_token", granularity="block", head=False)
+    checkpoint = Checkpoint.open(sample_checkpoint)
+    _, engine = write((checkpoint, sample_graph), tmp_path, step)
+    found = tensors(engine / "model.safetensors")
+
+    weight = checkpoint.tensor(f"{LAYER}.weight").numpy().astype(np.float32)
+    n, k = weight.shape
+    squares = weight.reshape(n // 128, 128, k // 128, 128)
+    scales = np.abs(squares).max((1, 3)) / np.float32(448)
+    assert np.array_equal(found[f"{LAYER}.weight_scale"], scales)
+    codes = (squares / scales[:, None, :, None]).astype(ml_dtypes.float8_e4m3fn).reshape(n, k)
+    assert found[f"{LAYER}.weight"].tobytes() == codes.tobytes()
+    group = settings(engine)["quantization_config"]["config_groups"]["group_0"]
+    assert (group["format"], group["targets"]) == ("float-quantized", ["Linear"])
+    weights, inputs = group["weights"], group["input_activations"]
+    assert (weights["strategy"], weights["block_structure"], weights["group_size"]) == ("block", [128, 128], None)
+    assert (inputs["strategy"], inputs["group_size"], inputs["dynamic"]) == ("group", 128, True)
+    assert settings(engine)["dtype"] == "bfloat16"
+
+
+def test_squares_that_servers_would_put_together_must_be_whole(sample_checkpoint: Path, sample_graph: ir.Model) -> None:
+    step = QuantizeChannels(budget=LOOSE, dtype="fp8", activations="per_token", granularity="block", head=False)
+    _, exported = export((Checkpoint.open(sample_checkpoint), sample_graph), step)
+    name = "model.layers.0.mlp.gate_proj.weight"
+    narrow = replace(cast(ChannelMatrix, exported.quantized[name]), n=700)
+    with pytest.raises(UnsupportedError, match="700 output features are not a multiple of 128") as caught:
+        check(replace(exported, quantized={**exported.quantized, name: narrow}))
+    assert "granularity: channel" in (caught.value.hint or "")
+
+
+POINTS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # of e2m1, by the lower three bits
+
+
+def of_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Read e2m1 of bytes, the first of two in the lower bits: the definition, apart from the code under test."""
+    nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
+    return np.where(nibbles & 8, -1, 1).astype(np.float32) * POINTS[nibbles & 7]
+
+
+def test_nvfp4_is_packed_with_scales_that_layers_share(bf16_llama: Traced, tmp_path: Path) -> None:
+    checkpoint, _ = bf16_llama
+    _, engine = write(bf16_llama, tmp_path, QuantizeFp4(budget=LOOSE))
+    found = tensors(engine / "model.safetensors")
+
+    names = [f"model.layers.0.self_attn.{each}_proj" for each in "qkv"]
+    weights = [checkpoint.tensor(f"{name}.weight").numpy().astype(np.float32) for name in names]
+    divisor = np.float32(6 * 448) / np.float32(max(np.abs(weight).max() for weight in weights))
+    for name, weight in zip(names, weights, strict=True):
+        assert found[f"{name}.weight_global_scale"] == pytest.approx(divisor, rel=2e-7)
+        assert np.float32(1) / found[f"{name}.weight_global_scale"] == np.float32(1) / divisor
+        assert found[f"{name}.input_global_scale"] == pytest.approx(6 * 448 / 4.0)
+        scales = found[f"{name}.weight_scale"]
+        assert (scales.dtype, scales.shape) == (ml_dtypes.float8_e4m3fn, (len(weight), weight.shape[1] // 16))
+        steps = np.repeat(scales.astype(np.float32), 16, axis=1) / divisor
+        codes = of_nibbles(found[f"{name}.weight_packed"])
+        nearest = np.abs(np.abs(weight)[..., None] - POINTS * steps[..., None]).min(-1)
+        assert (np.abs(weight - codes * steps) <= nearest + 1e-6).all()
+        largest = np.abs(weight).reshape(len(weight), -1, 16).max(-1)
+        assert np.abs(largest * divisor / 6 / scales.astype(np.float32) - 1).max() < 2**-4
+    group = settings(engine)["quantization_config"]["config_groups"]["group_0"]
+    assert group["format"] == settings(engine)["quantization_config"]["format"] == "nvfp4-pack-quantized"
+    for each in (group["weights"], group["input_activations"]):
+        said = [each[key] for key in ("strategy", "group_size", "num_bits", "type")]
+        assert said == ["tensor_group", 16, 4, "float"]
+    assert (group["weights"]["dynamic"], group["input_activations"]["dynamic"]) == (False, "local")
+
+
+def test_nvfp4_by_the_names_of_modelopt(bf16_llama: Traced, tmp_path: Path) -> None:
+    """The codes and scales of compressed-tensors, whose reciprocals are stored; both files say the same."""
+    step = QuantizeFp4(budget=LOOSE, exclude=("*.layers.1.*",))
+    ours = tensors(write(bf16_llama, tmp_path / "own", step)[1] / "model.safetensors")
+    _, engine = write(bf16_llama, tmp_path, step, spec=BY_MODELOPT)
+    found = tensors(engine / "model.safetensors")
+
+    assert found[f"{LAYER}.weight"].tobytes() == ours[f"{LAYER}.weight_packed"].tobytes()
+    assert found[f"{LAYER}.weight_scale"].tobytes() == ours[f"{LAYER}.weight_scale"].tobytes()
+    for name, other in (("weight_scale_2", "weight_global_scale"), ("input_scale", "input_global_scale")):
+        scale = found[f"{LAYER}.{name}"]
+        assert (scale.dtype, scale.shape) == (np.float32, ())
+        assert scale == np.float32(1) / ours[f"{LAYER}.{other}"][0]
+    assert not [name for name in found if name.endswith(("packed", "global_scale"))]
+    beside = json.loads((engine / "hf_quant_config.json").read_text())["quantization"]
+    inline = settings(engine)["quantization_config"]
+    assert (beside["quant_algo"], beside["group_size"], beside["kv_cache_quant_algo"]) == ("NVFP4", 16, None)
+    assert (inline["quant_method"], inline["quant_algo"], inline["group_size"]) == ("modelopt", "NVFP4", 16)
+    assert {"lm_head", "model.embed_tokens", "model.layers.1.mlp.up_proj"} <= set(beside["exclude_modules"])
+    assert beside["exclude_modules"] == inline["ignore"]
+    assert "model.layers.0.mlp.up_proj" not in inline["ignore"]
+
+
+def test_modelopt_has_names_for_nvfp4_alone(bf16_llama: Traced) -> None:
+    with pytest.raises(UnsupportedError, match="is no NVFP4, which alone is written by ModelOpt's names") as caught:
+        check(export(bf16_llama, blocks())[1], BY_MODELOPT)
+    assert "quantize-fp4" in (caught.value.hint or "")
+    with pytest.raises(ValidationError, match="quant_method: modelopt goes with backend: compressed-tensors"):
+        EngineSpec(backend="onnxruntime", max_context=32, quant_method="modelopt")
+
+
+def test_what_the_language_model_does_not_use_is_carried_over_and_ignored(tmp_path: Path) -> None:
+    """A head for several tokens, experts in one tensor, a vision tower: bytes as they are, in fp32, too."""
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "hf"
+    zoo.write("llama-tied", folder, torch.bfloat16)
+    others = {
+        "mtp.layers.0.mlp.up_proj.weight": torch.ones(96, 64, dtype=torch.bfloat16),
+        "mtp.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 96, 64, dtype=torch.bfloat16),
+        "mtp.norm.weight": torch.ones(64, dtype=torch.bfloat16),
+        "model.visual.patch_embed.proj.weight": torch.full((8, 3, 2, 4, 4), 1e6),
+        "model.visual.blocks.0.attn.qkv.weight": torch.ones(96, 32),
+    }
+    save_file(load_file(folder / "model.safetensors") | others, folder / "model.safetensors", {"format": "pt"})
+    checkpoint = Checkpoint.open(folder)
+    for name, step in {"bf16": blocks(scales="bf16"), "fp4": QuantizeFp4(budget=LOOSE)}.items():
+        _, engine = write((checkpoint, trace(checkpoint)), tmp_path / name, step)
+        found = load_file(engine / "model.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in others.items())
+        ignored = set(settings(engine)["quantization_config"]["ignore"])
+        assert ignored == {
+            *("lm_head", "model.embed_tokens", "mtp.layers.0.mlp.up_proj", "mtp.layers.0.mlp.experts"),
+            *("model.visual.patch_embed.proj", "model.visual.blocks.0.attn.qkv"),
+        }
+
+
+def test_a_model_in_fp16_has_no_scales_in_bf16(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    zoo.write("llama-tied", tmp_path, torch.float16)
+    checkpoint = Checkpoint.open(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"config\.json says dtype float16; servers would compute in bf16"):
+        check(export((checkpoint, trace(checkpoint)), blocks(scales="bf16"))[1])
+
+
+def test_layers_in_nvfp4_without_a_shared_scale_are_refused(bf16_llama: Traced) -> None:
+    _, exported = export(bf16_llama, QuantizeFp4(budget=LOOSE))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    alone = replace(cast(Fp4Matrix, exported.quantized[name]), weight_scale=ir.val("own"))
+    with pytest.raises(UnsupportedError, match="have scales of their own; the servers take one"):
+        check(replace(exported, quantized={**exported.quantized, name: alone}))
 
 
 def test_outliers_are_moved_in_the_parameters_themselves(bf16_llama: Traced, tmp_path: Path) -> None:
@@ -213,6 +367,34 @@ def test_the_rest_of_the_checkpoint_is_kept(bf16_llama: Traced, tmp_path: Path) 
     assert {key: value for key, value in source.items() if settings(engine).get(key) != value}.keys() <= {"dtype"}
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        blocks(scales="bf16"),
+        QuantizeChannels(budget=LOOSE, dtype="fp8", activations="per_token", granularity="block", head=False),
+        QuantizeFp4(budget=LOOSE),
+    ],
+    ids=["int4-bf16", "fp8-block", "nvfp4"],
+)
+def test_the_reader_of_checkpoints_reads_what_the_graph_multiplies_by(
+    sample_checkpoint: Path, sample_graph: ir.Model, tmp_path: Path, step: Any
+) -> None:
+    traced = (Checkpoint.open(sample_checkpoint), sample_graph)
+    _, engine = write(traced, tmp_path, step)
+    read = Checkpoint.open(engine).tensor(f"{LAYER}.weight").numpy().astype(np.float32)
+
+    matrix = export(traced, step)[1].quantized[f"{LAYER}.weight"]
+    if isinstance(matrix, Fp4Matrix):
+        steps = np.repeat(matrix.scales_by_output.astype(np.float32), 16, axis=1)
+        wanted = matrix.codes_by_output.astype(np.float32) * (steps * graph.tensor(matrix.weight_scale).numpy())
+    elif isinstance(matrix, ChannelMatrix):
+        scales = np.repeat(np.repeat(matrix.scales_by_output, 128, axis=0), 128, axis=1)
+        wanted = matrix.by_output.astype(np.float32) * scales
+    else:
+        wanted = dequantize(matrix.read())
+    np.testing.assert_allclose(read, wanted, rtol=2.0**-8)  # it rounds to the dtype of the model
+
+
 def test_shards_have_an_index(bf16_llama: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, whole = write(bf16_llama, tmp_path / "whole", blocks())
     monkeypatch.setattr(compressed_tensors, "SHARD_BYTES", 30_000)
@@ -239,14 +421,14 @@ def test_the_same_input_gives_the_same_bytes(bf16_llama: Traced, tmp_path: Path)
 def test_a_bit_that_is_not_written_is_noticed(
     bf16_llama: Traced, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pack = compressed_tensors.pack_bits
+    pack = layout.pack_bits
 
     def wrong(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
         packed = pack(codes, bits)
         packed[-1, -1] ^= 16
         return packed
 
-    monkeypatch.setattr(compressed_tensors, "pack_bits", wrong)
+    monkeypatch.setattr(layout, "pack_bits", wrong)
     with pytest.raises(VerificationError, match="was not written as it was quantized"):
         write(bf16_llama, tmp_path, blocks())
 
@@ -254,7 +436,12 @@ def test_a_bit_that_is_not_written_is_noticed(
 @pytest.mark.parametrize(
     ("steps", "message", "hint"),
     [
-        ([blocks(scales="fp32")], "its scales are fp32", "scales: fp16"),
+        ([blocks(scales="fp32")], "its scales are fp32", "scales: bf16"),
+        (
+            [blocks(scales="bf16", exclude=("*.mlp.*",)), blocks(exclude=("*.self_attn.*",))],
+            "scales in bf16 and fp16",
+            "one `scales`",
+        ),
         ([blocks(embedding_bits=8)], "read embedding and head as they are", "embedding_bits: 16"),
         ([blocks(exclude=("*.q_proj.*",))], "have different formats", "exclude all of them"),
         ([blocks(block_size=128)], "not a multiple of 128", "block_size"),
@@ -274,7 +461,9 @@ def test_what_is_not_held_exactly_is_refused_before_a_weight_is_read(
 def test_a_pass_that_no_checkpoint_can_say_is_refused_by_name(step: type[Pass]) -> None:
     with pytest.raises(UnsupportedError, match=f"^{step.name}: .*cannot say what this pass does") as caught:
         check_passes("compressed-tensors", [FuseNorms, step], passes.ALL)
-    assert str(caught.value.hint).endswith("takes fuse-norms, flash-attention, quantize-weights, quantize-channels")
+    assert str(caught.value.hint).endswith(
+        "takes fuse-norms, flash-attention, quantize-weights, quantize-channels, quantize-fp4"
+    )
     check_passes("onnxruntime", [step], passes.ALL)
 
 
@@ -301,17 +490,21 @@ def test_a_parameter_that_a_pass_changed_is_refused(bf16_llama: Traced) -> None:
         QuantizeChannels(budget=LOOSE, dtype="fp8", head=False),
         QuantizeChannels(budget=LOOSE, dtype="fp8", activations="static", head=False, smooth=False),
         QuantizeChannels(budget=LOOSE, dtype="int8", activations="per_token", head=False, smooth=False),
+        QuantizeChannels(budget=LOOSE, dtype="fp8", activations="per_token", granularity="block", head=False),
+        QuantizeFp4(budget=LOOSE),
     ],
-    ids=["int4", "int4-symmetric", "int8", "fp8", "fp8-static", "int8-per-token"],
+    ids=["int4", "int4-symmetric", "int8", "fp8", "fp8-static", "int8-per-token", "fp8-block", "nvfp4"],
 )
 def test_compressed_tensors_decompresses_the_weights_that_the_graph_has(
-    bf16_llama: Traced, tmp_path: Path, step: Any
+    bf16_llama: Traced, sample_checkpoint: Path, sample_graph: ir.Model, tmp_path: Path, step: Any
 ) -> None:
     tool = pytest.importorskip("compressed_tensors.compressors", reason="pip install compressed-tensors==0.20.0")
     import torch
     from compressed_tensors.quantization import QuantizationConfig
 
-    model, engine = write(bf16_llama, tmp_path, step)
+    in_squares = isinstance(step, QuantizeChannels) and step.in_squares
+    traced = (Checkpoint.open(sample_checkpoint), sample_graph) if in_squares else bf16_llama
+    model, engine = write(traced, tmp_path, step)
     config = QuantizationConfig.model_validate(settings(engine)["quantization_config"])
     [scheme] = config.config_groups.values()
     compressor = tool.BaseCompressor.get_value_from_registry(config.format)
@@ -327,13 +520,39 @@ def test_compressed_tensors_decompresses_the_weights_that_the_graph_has(
     ours = of_engine(model)
     if isinstance(step, QuantizeChannels):
         name = f"{LAYER}.weight.{step.dtype}"
-        wanted = (ours[name].astype(np.float32) * ours[f"{name}.scales"]).T
+        scales = ours[f"{name}.scales"]
+        wanted = (ours[name].astype(np.float32) * (np.repeat(scales, 128, axis=0) if in_squares else scales)).T
+    elif isinstance(step, QuantizeFp4):
+        matrix = cast(Fp4Matrix, export(bf16_llama, step)[1].quantized[f"{LAYER}.weight"])
+        steps = np.repeat(matrix.scales_by_output.astype(np.float32), 16, axis=1)
+        wanted = matrix.codes_by_output.astype(np.float32) * (steps * graph.tensor(matrix.weight_scale).numpy())
+        np.testing.assert_allclose(theirs, wanted, rtol=2.0**-7)  # theirs are in bf16
+        again = compressor.compress({**own, "weight": torch.from_numpy(wanted)}, scheme)
+        packed = (each["weight_packed"].numpy() for each in (again, own))  # but for the sign of 0, which they drop
+        assert np.array_equal(*map(of_nibbles, packed))
+        return
     else:
-        from llmforge.quantization.grids import dequantize
-
         [made] = [each for each in export(bf16_llama, step)[1].quantized.items() if each[0] == f"{LAYER}.weight"]
         wanted = dequantize(made[1].read())  # type: ignore[union-attr]
     assert np.array_equal(theirs, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_modelopt_quantizes_to_the_same_nvfp4(bf16_llama: Traced, tmp_path: Path) -> None:
+    """Down projections, which share their scale with none: codes, block scales, and the scale up to its last bit."""
+    pytest.importorskip("modelopt", reason="pip install --no-deps nvidia-modelopt==0.47.0")
+    import torch
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+
+    checkpoint, _ = bf16_llama
+    _, engine = write(bf16_llama, tmp_path, QuantizeFp4(budget=LOOSE))
+    found = tensors(engine / "model.safetensors")
+    weight = torch.from_numpy(checkpoint.tensor(f"{LAYER}.weight").numpy().astype(np.float32))
+    quantized, scales, scale = NVFP4QTensor.quantize(weight, 16)
+    assert np.array_equal(quantized._quantized_data.numpy(), found[f"{LAYER}.weight_packed"])
+    assert scales.view(torch.uint8).numpy().tobytes() == found[f"{LAYER}.weight_scale"].tobytes()
+    assert 1 / scale.item() == pytest.approx(found[f"{LAYER}.weight_global_scale"].item(), rel=2e-7)
 
 
 def test_the_documentation_has_the_table_of_servers() -> None:
@@ -344,8 +563,13 @@ def test_the_documentation_has_the_table_of_servers() -> None:
 def test_every_format_that_is_written_stands_in_the_table_of_servers() -> None:
     schemes = [
         *(LayerScheme("pack-quantized", bits, "int", 32, True) for bits in (4, 8)),
-        *(LayerScheme("float-quantized", 8, "float", None, True, inputs) for inputs in ("none", "static", "per_token")),
-        *(LayerScheme("int-quantized", 8, "int", None, True, inputs) for inputs in ("static", "per_token")),
+        *(
+            LayerScheme("float-quantized", 8, "float", None, True, inputs=inputs)
+            for inputs in ("none", "static", "per_token")
+        ),
+        *(LayerScheme("int-quantized", 8, "int", None, True, inputs=inputs) for inputs in ("static", "per_token")),
+        LayerScheme("float-quantized", 8, "float", None, True, inputs="per_token", square=128),
+        *(LayerScheme(each, 4, "float", 16, True) for each in ("nvfp4-pack-quantized", "modelopt")),
     ]
     written = {scheme.format_name for scheme in schemes}
     assert written == set(servers.SERVERS)

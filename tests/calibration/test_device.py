@@ -18,7 +18,8 @@ from llmforge.calibration.residency import LOGITS, LayerWidths, ModelWidths
 CASES = Path(__file__).with_name("device_cases.py")
 
 
-@pytest.mark.parametrize("which", ["not thorough", pytest.param("thorough", marks=pytest.mark.thorough)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("which", ["not thorough", "thorough"])
 def test_layers_run_on_a_device_that_counts_and_refuses(which: str) -> None:
     command = [
         sys.executable,

@@ -41,6 +41,7 @@ def test_help_has_examples_and_json_is_everywhere(name: str) -> None:
     assert ("--json" in help_) == (name not in WITHOUT_JSON)
 
 
+@pytest.mark.thorough
 def test_quiet_and_verbose(tmp_path: Path, tiny_checkpoint: Path) -> None:
     recipe = tmp_path / "r.yaml"
     sections = f"checkpoint: '{tiny_checkpoint}', target: local, engine: {{max_context: 64}}, passes: []"

@@ -166,6 +166,7 @@ def test_each_mistake_writes_nothing(home: Path, args: tuple[Any, ...], code: in
     assert list(home.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_the_same_checkpoint_gives_the_same_recipe_and_nothing_is_measured(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -143,6 +143,7 @@ def test_a_record_cannot_widen_its_own_budget(recipe_file: Path, tmp_path: Path)
 
 
 @pytest.mark.usefixtures("shared_build_cache")
+@pytest.mark.thorough
 def test_bisecting_takes_the_recipe_of_a_build_that_failed(recipe_file: Path, tmp_path: Path) -> None:
     """All it computes of the graphs the failed build has left in the cache."""
     assert build(recipe_file, "--out", tmp_path / "out", "--quiet").exit_code == 7

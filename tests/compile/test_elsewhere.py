@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,9 +24,9 @@ from llmforge.compile import dry_run, export_proxy, pipeline
 from llmforge.compile.state import BuildResult
 from llmforge.gates.decision import Verdict
 from llmforge.ir import dialect
-from llmforge.passes import QuantizeChannels, QuantizeWeights
+from llmforge.passes import QuantizeChannels, QuantizeFp4, QuantizeWeights
 from llmforge.planning import starting
-from llmforge.quantization.statistics import Statistics
+from llmforge.quantization.statistics import InputRange, Statistics
 from llmforge.recipe import EngineSpec, Recipe
 from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.rewrite.traits import Goal
@@ -35,6 +36,17 @@ from ..models import zoo
 from ..planning.test_starting import measured
 
 RECIPES = Path(__file__).parents[2] / "recipes"
+# In place of the Python of vLLM: all logits are zero, and all it says is one token.
+SERVER = """#!{python} -S
+import json, sys
+print(json.dumps({{"versions": {{"vllm": "9.9"}}}}), flush=True)
+for line in sys.stdin if len(sys.argv) > 4 else ():
+    asked = json.loads(line)
+    if rows := len(asked.get("answer") or asked.get("ids") or ()):
+        open(asked["logits"], "wb").write(bytes(4 * {vocabulary} * rows))
+    said = {{"answer": [7] * asked["tokens"]}} if "prompt" in asked else {{"tokens": rows}}
+    print(json.dumps(said), flush=True)
+"""
 INT4 = {"bits": 4, "block_size": 32, "scales": "fp16", "embedding_bits": 16, "method": "rtn"}
 
 
@@ -81,6 +93,26 @@ def test_quality_is_of_the_same_graph_and_the_report_says_so(built: BuildResult)
     assert report.engine.facts["codes"] == "read back, and equal to those of the graph"
     assert {"uint8", "float"} <= {group.dtype.lower() for group in report.engine.weights}, report.engine.weights
     assert not report.engine.session
+
+
+def test_quality_and_answers_are_those_of_the_server(checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    longer = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    config = json.loads((longer / "config.json").read_text()) | {"max_position_embeddings": 160}
+    (longer / "config.json").write_text(json.dumps(config))
+    source, python = Checkpoint.open(longer), tmp_path / "python"
+    python.write_text(SERVER.format(python=sys.executable, vocabulary=source.geometry.vocabulary))
+    python.chmod(0o755)
+    quality = {"data": str(data / "evaluation.jsonl"), "context": 64, "max_tokens": 256, "samples": 2}
+    validation = {"quality": quality, "runtimes": ["vllm"]}
+    engine = {"backend": "compressed-tensors", "max_context": 160, "max_batch": 4}
+    recipe = recipe_of(tmp_path, longer, data, validation=validation, gates={}, target="local", engine=engine)
+    report = pipeline.build(Recipe.load(recipe), tmp_path / "out", Silent(), pythons={"vllm": python}).report
+    [note] = [note for note in report.notes if note.startswith("quality: ")]
+    assert note == "quality: of the files in engine/, as vllm 9.9 runs them on a CPU"
+    assert report.quality is not None
+    said = source.tokenizer.decode([7] * 128, skip_special_tokens=False)
+    assert [sample.shared + sample.artifact for sample in report.quality.samples] == [said] * 2
+    assert report.quality.figures["perplexity"] == pytest.approx(source.geometry.vocabulary)  # all are as likely
 
 
 def test_the_artifact_holds_what_servers_load_and_nothing_else(built: BuildResult) -> None:
@@ -193,7 +225,8 @@ def test_a_recipe_that_init_writes_is_taken(
     recipe = Recipe.load(tmp_path / "recipe.yaml")
     [step] = recipe.instantiate(passes.ALL)
     assert isinstance(step, QuantizeWeights)
-    assert (step.bits, step.symmetric, step.scales) == (bits, True, "fp16")
+    scales = {"compressed-tensors": "bf16", "gguf": "fp16"}[backend]  # the sample is in bf16
+    assert (step.bits, step.symmetric, step.scales) == (bits, True, scales)
     assert not recipe.engine.deferred
     checkpoint = Checkpoint.open(sample_checkpoint)
     linears = calibration.plan(checkpoint, step.demands(), dialect.caches(sample_graph)) if step.demands() else {}
@@ -219,6 +252,32 @@ def test_a_stand_in_runs_products_of_rounded_activations(
     spec = EngineSpec(backend="compressed-tensors", max_context=32)
     export_proxy.build(model, spec, checkpoint, tmp_path, Silent())
     export_proxy.build(traced, spec, checkpoint, tmp_path / "plain", Silent())
+    rounded, plain = (load(folder).logits(list(range(3, 20))) for folder in (tmp_path, tmp_path / "plain"))
+    assert 0 < np.abs(rounded - plain).mean() < 0.1 * plain.std()
+
+
+def test_a_stand_in_multiplies_in_nvfp4(bf16_llama: tuple[Checkpoint, ir.Model], tmp_path: Path) -> None:
+    checkpoint, traced = bf16_llama
+    model = traced.clone()
+    ranges = {name: InputRange(np.full(entry.shape[-1], 4.0, np.float32)) for name, entry in checkpoint.tensors.items()}
+    step = QuantizeFp4(budget=Budget(kld_mean=1.0))
+    assert step.run(model, Context(targets.load("b200"), Statistics(0, 0, {}, {}, ranges)))
+    spec = EngineSpec(backend="compressed-tensors", max_context=32)
+    export_proxy.build(model, spec, checkpoint, tmp_path, Silent())
+    export_proxy.build(traced, spec, checkpoint, tmp_path / "plain", Silent())
+    rounded, plain = (load(folder).logits(list(range(3, 20))) for folder in (tmp_path, tmp_path / "plain"))
+    assert 0 < np.abs(rounded - plain).mean() < 0.5 * plain.std()
+
+
+def test_a_stand_in_rounds_squares_and_groups(sample_checkpoint: Path, sample_graph: ir.Model, tmp_path: Path) -> None:
+    checkpoint, model = Checkpoint.open(sample_checkpoint), sample_graph.clone()
+    step = QuantizeChannels(
+        budget=Budget(kld_mean=1.0), dtype="fp8", activations="per_token", granularity="block", head=False
+    )
+    assert step.run(model, Context(targets.load("l4"), Statistics(0, 0, {}, {}, {})))
+    spec = EngineSpec(backend="compressed-tensors", max_context=32)
+    export_proxy.build(model, spec, checkpoint, tmp_path, Silent())
+    export_proxy.build(sample_graph, spec, checkpoint, tmp_path / "plain", Silent())
     rounded, plain = (load(folder).logits(list(range(3, 20))) for folder in (tmp_path, tmp_path / "plain"))
     assert 0 < np.abs(rounded - plain).mean() < 0.1 * plain.std()
 

@@ -292,6 +292,7 @@ def read_by_hand(engine: Path) -> tuple[int, int]:
     return weights, kv
 
 
+@pytest.mark.thorough
 def test_mbu_of_an_engine_that_another_process_finished_follows_from_the_files(recipe: Write, tmp_path: Path) -> None:
     timed = {"prompt_tokens": [8, 24], "output_tokens": 6, "repetitions": 3}
     file = recipe(

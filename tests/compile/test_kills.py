@@ -294,10 +294,10 @@ def kill_and_go_on(builds: Builds, whole: str, kills: int, run: Callable[[int], 
     return carried
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.thorough)])
-def test_builds_killed_before_a_change_of_the_disk_lose_nothing(builds: Builds, kills: int) -> None:
-    rng = drawn()
+def test_builds_killed_before_a_change_of_the_disk_lose_nothing(builds: Builds) -> None:
+    rng, kills = drawn(), 20
     whole, _ = undisturbed(builds)
     # One of each part of the build, so that some have finished passes on every machine.
     moments = [int((part + rng.random()) / kills * builds.changes()) for part in range(kills)]

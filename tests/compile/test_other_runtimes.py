@@ -1,4 +1,4 @@
-"""Artifacts in onnxruntime-genai and in optimum-onnx, each in an environment of its own that the test makes.
+"""Artifacts in onnxruntime-genai, optimum-onnx, OpenVINO and llama-cpp-python's server, each in its own environment.
 
 LLMFORGE_TEST_ENVIRONMENTS names a folder that keeps the environments between runs; else they are made anew.
 """
@@ -8,19 +8,26 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ruamel.yaml import YAML
 
 from llmforge.base.progress import Silent
+from llmforge.checkpoint import Checkpoint
 from llmforge.compile import pipeline
 from llmforge.gates.decision import Verdict
+from llmforge.measure import runtimes
 from llmforge.metrics.agreement import RuntimeName
 from llmforge.recipe import Recipe
 from llmforge.serving import Runner, Sampling, load
 
+from ..farm.nodes import free_port
 from ..models.runtimes import RUNTIMES, environment
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -50,7 +57,7 @@ def optimum(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environment("optimum", tmp_path_factory.mktemp("environments"))
 
 
-def build(folder: Path, data: Path, passes: list[Any]) -> Path:
+def build(folder: Path, data: Path, passes: list[Any], backend: str = "onnxruntime") -> Path:
     """Build the sample checkpoint with `passes`, measuring nothing."""
     lossy = any(isinstance(step, dict) and "budget" in next(iter(step.values())) for step in passes)
     recipe: dict[str, Any] = {
@@ -58,7 +65,7 @@ def build(folder: Path, data: Path, passes: list[Any]) -> Path:
         "name": "interop",
         "checkpoint": str(data / "docs-llama-7m"),
         "target": "local",
-        "engine": {"backend": "onnxruntime", "max_context": 256, "max_batch": 8, "threads": 1},
+        "engine": {"backend": backend, "max_context": 256, "max_batch": 8, "threads": 1},
         "passes": passes,
     }
     if lossy:
@@ -185,3 +192,74 @@ def test_optimum_gives_the_same_text(
     # and after some tens of tokens of a text that repeats itself two candidates come to within that.
     compare(theirs, artifact, batched=32)
     assert theirs["logits"] == [1, len(theirs["ids"][0]) if logits == "all" else 1, 8192]
+
+
+# A table in 16 bits: OpenVINO (2026.4.1) wants the scales of a quantized one to be constants, which they are not where
+# they are cast or shaped first.
+PLAIN_TABLE = {"quantize-weights": {**INT4["quantize-weights"], "embedding_bits": 16}}
+
+
+def in_openvino(artifact: Path, tmp_path: Path, prompts: list[list[int]]) -> subprocess.CompletedProcess[str]:
+    python = environment("openvino", tmp_path)
+    command = [python, RUNTIMES / "answer_with_openvino.py", artifact / "engine"]
+    return subprocess.run(command, input=json.dumps(prompts), capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("quantized", "equal"), [([], 5), ([PLAIN_TABLE], 4)], ids=["fp32", "int4"])
+def test_openvino_gives_the_same_answers(quantized: list[Any], equal: int, data: Path, tmp_path: Path) -> None:
+    """From the ONNX model itself; in int4 it dequantizes, where ONNX Runtime rounds activations as well."""
+    artifact = build(tmp_path / "build", data, [*FUSED, *quantized, {"optimum-interface": {"logits": "last"}}])
+    runner = load(artifact)
+    done = in_openvino(artifact, tmp_path, [runner.tokenizer.encode(prompt).ids for prompt in PROMPTS])
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs, ours = json.loads(done.stdout)["answers"], answers(runner)
+    same = [own == other[: len(own)] for own, other in zip(ours, theirs, strict=True)]
+    print(f"{sum(same)} of {len(same)} answers are equal")
+    assert sum(same) >= equal
+
+
+def test_openvino_refuses_a_quantized_table(data: Path, tmp_path: Path) -> None:
+    artifact = build(tmp_path / "build", data, [*FUSED, INT4, {"optimum-interface": {"logits": "last"}}])
+    done = in_openvino(artifact, tmp_path, [[1]])
+    assert done.returncode != 0
+    assert "GatherBlockQuantized: 'scales' must be a constant" in done.stderr
+
+
+def test_the_server_of_llama_cpp_gives_the_same_answers(data: Path, tmp_path: Path) -> None:
+    """Over HTTP, as it comes; its cache is fp16, and that of the evidence fp32."""
+    int8 = {"quantize-weights": {**INT4["quantize-weights"], "bits": 8, "symmetric": True, "scales": "fp16"}}
+    artifact = build(tmp_path / "build", data, [int8], backend="gguf")
+    checkpoint, python = Checkpoint.open(data / "docs-llama-7m"), environment("llama_cpp", tmp_path)
+    vocabulary = checkpoint.geometry.vocabulary
+    [found] = runtimes.find(["llama-cpp"], {"llama-cpp": python})
+    with runtimes.opened(artifact, vocabulary, found) as other:
+        prompts = [np.array(checkpoint.tokenizer.encode(prompt).ids) for prompt in PROMPTS]
+        expected = [checkpoint.tokenizer.decode(other.answer(ids, TOKENS)) for ids in prompts]
+    port = free_port()
+    options = ["--model", artifact / "engine" / "model.gguf", "--host", "127.0.0.1", "--port", str(port)]
+    with subprocess.Popen([python, "-m", "llama_cpp.server", *options, "--n_ctx", "256"]) as server:
+        try:
+            said = [_complete(port, prompt) for prompt in PROMPTS]
+        finally:
+            server.terminate()
+    same = sum(one == other for one, other in zip(said, expected, strict=True))
+    print(f"{same} of {len(said)} answers are equal")
+    assert same >= 4, list(zip(said, expected, strict=True))
+
+
+def _complete(port: int, prompt: str) -> str:
+    """Ask for a greedy completion; the first time, until the server is there."""
+    body = json.dumps({"prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "repeat_penalty": 1.0}).encode()
+    headers = {"Content-Type": "application/json"}
+    until = time.monotonic() + 300
+    while True:
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, headers), timeout=300
+            ) as reply:
+                text: str = json.load(reply)["choices"][0]["text"]
+                return text
+        except urllib.error.URLError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(1)

@@ -172,6 +172,7 @@ def test_packed_layers_have_the_codes_of_all(tiny_checkpoint: Path) -> None:
     assert not changes.notes
 
 
+@pytest.mark.thorough
 def test_orders_that_differ_stay_dequantized(tiny_checkpoint: Path) -> None:
     as_gptq(tiny_checkpoint, act=True)
     file = tiny_checkpoint / "model.safetensors"
@@ -228,6 +229,7 @@ def test_codes_of_experts(tmp_path: Path, act: bool) -> None:
         assert np.array_equal(unpack_bits(down[expert], 4, 64), last.codes)
 
 
+@pytest.mark.thorough
 def test_what_the_checkpoint_stores_as_it_is_stays(tiny_checkpoint: Path) -> None:
     as_gptq(tiny_checkpoint)
     name = "model.layers.1.mlp.down_proj"

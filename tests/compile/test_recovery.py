@@ -44,6 +44,7 @@ def build(folder: Path, checkpoint: Path, least: float, *, attribution: bool) ->
     return found
 
 
+@pytest.mark.thorough
 def test_it_is_attributed_or_leaves_the_scales_and_says_why(
     tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def test_what_has_retreated_is_reproduced(recipe_file: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("shared_build_cache")
+@pytest.mark.thorough
 def test_a_build_ends_where_the_size_forbids_to_retreat(recipe_file: Path, tmp_path: Path) -> None:
     tight, small = {"kld_mean": 0.0025}, {"bits": [5, 6, 8], "max_bytes": 60_000}
     ended = build(recipe_file, tmp_path / "out", budget=tight, retreat=small)

@@ -283,7 +283,10 @@ def test_answers_of_a_streamed_baseline_are_short_and_the_report_says_so(
     _, streamed = build(asked, tmp_path)
     assert whole.quality is not None
     assert streamed.quality is not None
-    assert streamed.quality.answers == whole.quality.answers
+    # What the baseline answers is not written to its end, so that nobody knows how long it gets.
+    unknown = {"baseline_tokens": None, "baseline_ended": None}
+    to_compare = [answer.model_copy(update=unknown) for answer in whole.quality.answers]
+    assert list(streamed.quality.answers) == to_compare
     assert any(answer.first_difference is not None for answer in whole.quality.answers)
     for ours, theirs in zip(streamed.quality.samples, whole.quality.samples, strict=True):
         assert theirs.baseline.startswith(ours.baseline)

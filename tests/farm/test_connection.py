@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import socket
 import time
+import zipfile
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from llmforge.base.errors import UsageError
-from llmforge.farm import cluster
+from llmforge.farm import cluster, connection
 from llmforge.farm.cluster import ClusterLost, Farm
 
 
@@ -93,11 +95,35 @@ def test_an_address_where_nothing_is(head: socket.socket) -> None:
     ray = SimpleNamespace(init=lambda *_, **__: pytest.fail("Ray would wait for minutes"))
     for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", f"[::1]:{port}"):
         with pytest.raises(UsageError, match="no Ray cluster at"):
-            cluster._connect(ray, address, None)
+            connection._connect(ray, address, None)
+
+
+def test_a_wheel_is_handed_over_unpacked(head: socket.socket, tmp_path: Path) -> None:
+    """Ray would let pip install a wheel, with all that it requires."""
+    wheel, seen = tmp_path / "llmforge-1.whl", list[set[str]]()
+
+    def init(address: str, runtime_env: dict[str, Any], **_: object) -> None:
+        folders = [Path(each) for each in runtime_env["py_modules"]]
+        seen.append({f"{folder.name}/{file.name}" for folder in folders for file in folder.iterdir()})
+
+    address = f"127.0.0.1:{head.getsockname()[1]}"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in ("llmforge/__init__.py", "llmforge-1.dist-info/METADATA"):
+            archive.writestr(name, "")
+    connection._connect(SimpleNamespace(init=init), address, wheel)
+    assert seen == [{"llmforge/__init__.py", "llmforge-1.dist-info/METADATA"}]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("other/__init__.py", "")
+    with pytest.raises(UsageError, match="is no wheel of llmforge"):
+        connection._connect(SimpleNamespace(init=init), address, wheel)
+    for content in (b"no zip", None):
+        wheel.write_bytes(content) if content is not None else wheel.unlink()
+        with pytest.raises(UsageError, match="cannot be read"):
+            connection._connect(SimpleNamespace(init=init), address, wheel)
 
 
 def test_what_ray_prints_is_no_data(capsys: pytest.CaptureFixture[str]) -> None:
-    with cluster._output_apart():
+    with connection._output_apart():
         print("(raylet) a worker died")
     print("{}")
     assert capsys.readouterr() == ("{}\n", "(raylet) a worker died\n")

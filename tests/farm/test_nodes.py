@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import shutil
 import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,14 +25,14 @@ from llmforge.base import extras
 
 from ..models import zoo
 from ..samples import pages
-from .nodes import BUCKET, ROOT, S3, Done, Driver, Nodes, has_namespaces
+from .nodes import BUCKET, ROOT, S3, SLOW_TO_IMPORT, Done, Driver, Nodes, has_namespaces, paths, until
 
 pytest.importorskip("moto", reason="moto is not installed (extra `dev`)")
 pytest.importorskip("s3fs", reason="s3fs is not installed (extra `dev`)")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("ray"),
-    pytest.mark.timeout(1200),
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(extras.trouble("ray") is not None, reason="ray is not installed (extra `farm`)"),
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning"),
 ]
@@ -50,6 +54,14 @@ models: {llama: {checkpoint: llama}}
 targets: {cpu-avx2: }
 variants:
 """
+GPU = """
+  cpu-avx2:
+  gpu:
+    target: rtx-4090
+    engine.backend: tensorrt-rtx
+    engine.deferred: true
+    validation.quality: {data: evaluation.jsonl, context: 32}
+    passes: [pack-qkv, pack-gate-up, lower-precision: {dtype: fp16, budget: {kld_mean: 1}}]"""
 STORE = f"s3://{BUCKET}/store"
 
 
@@ -106,13 +118,6 @@ def built(driver: Driver, cluster: Nodes, matrix: Path, *more: object, store: st
     return driver.end(started(driver, cluster, matrix, *more, store=store))
 
 
-def until(what: Callable[[], object], seconds: float = 200) -> None:
-    limit = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < limit
-        time.sleep(0.1)
-
-
 def test_a_matrix_over_three_nodes(place: Path, cluster: Nodes, s3: S3, driver: Driver) -> None:
     store = f"s3://{BUCKET}/three"
     done = built(driver, cluster, write_matrix(place, 6), store=store)
@@ -127,20 +132,23 @@ def test_a_matrix_over_three_nodes(place: Path, cluster: Nodes, s3: S3, driver: 
     assert f"{store}/llama-cpu-avx2-v0/" in shown.text
 
 
-@pytest.mark.parametrize("what", ["board", "node"])
+@pytest.mark.parametrize("what", ["board", "node", "worker", "build"])
 def test_what_is_lost_is_asked_again(place: Path, cluster: Nodes, s3: S3, driver: Driver, what: str) -> None:
     store = f"s3://{BUCKET}/lost-{what}"
     extra = f"x{what}"
-    cluster.start(extra, **s3.env)
+    if what == "node":
+        cluster.start(extra, **s3.env)
     try:
         command = started(driver, cluster, write_matrix(place, 4), store=store)
         until(cluster.builds)
         if what == "node":
             until(cluster.nodes[extra].builds)
             cluster.drop(extra)
-        else:
+        elif what == "board":
             [board] = cluster.processes("ray::_Board")
             board.kill()
+        else:
+            until(lambda: killed(cluster, what))
         done = driver.end(command)
     finally:
         if extra in cluster.nodes:
@@ -148,31 +156,64 @@ def test_what_is_lost_is_asked_again(place: Path, cluster: Nodes, s3: S3, driver
     assert done.code == 0, done.stderr
     assert [row["exit_code"] for row in done.data["builds"]] == [0] * 4  # and nothing else on standard output
     assert len(s3.archives(f"lost-{what}")) == 4
+    notes = [
+        note
+        for row in done.data["builds"]
+        for note in row["notes"]
+        if note.endswith("; again from what the cache kept")
+    ]
+    assert bool(notes) == (what != "board")
+    assert "memory" not in "".join(notes)
+    assert what != "build" or notes[0].startswith("the build was killed on n")
 
 
-def test_a_broken_node_is_named_and_gets_nothing(place: Path, cluster: Nodes, s3: S3, driver: Driver) -> None:
-    """A node without credentials, one with another llmforge, and one that lacks the checkpoint."""
-    copy = driver.folder / "other"
-    shutil.copytree(ROOT / "llmforge", copy / "llmforge")
-    with (copy / "llmforge" / "__init__.py").open("a") as file:
+def killed(cluster: Nodes, what: str, rng: random.Random | None = None) -> bool:
+    """Whether a build, or the worker that waits for it, was there to be killed."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        builds = cluster.builds()
+        for build in builds if rng is None else rng.sample(builds, len(builds)):
+            victim = build if what == "build" else build.parent()
+            if victim is not None and victim.is_running():
+                victim.kill()
+                return True
+    return False
+
+
+def test_broken_nodes_are_named_and_get_nothing(place: Path, cluster: Nodes, s3: S3, driver: Driver) -> None:
+    """Each lacks one thing; three others are whole."""
+    other = driver.folder / "other"
+    shutil.copytree(ROOT / "llmforge", other / "llmforge")
+    with (other / "llmforge" / "__init__.py").open("a") as file:
         file.write("OTHER = True\n")
-    cluster.start("bare")
-    cluster.start("other", **s3.env, PYTHONPATH=str(copy))
-    broken = {"bare": "credentials", "other": "another llmforge"}
+    (driver.folder / "out").mkdir()
+    options = cache_options(place, "cache3")
+    nodes: dict[str, tuple[str, dict[str, Any]]] = {
+        "bare": ("credentials", {}),
+        "badkey": ("cannot be written", {**s3.env, "AWS_SECRET_ACCESS_KEY": "another"}),
+        "other": ("another llmforge", {**s3.env, "PYTHONPATH": paths(other)}),
+        "without": ("s3fs is not installed", {**s3.env, "ABSENT_MODULES": f"s3fs,{SLOW_TO_IMPORT}"}),
+    }
     if has_namespaces():
-        cluster.start("blind", hidden=(place / "llama",), **s3.env)
-        broken["blind"] = "llama: is empty"
+        nodes |= {
+            "blind": ("llama: is empty", {**s3.env, "hidden": (place / "llama",)}),
+            "keyless": (".pem: cannot be read: No such file", {**s3.env, "hidden": (place / "keys",)}),
+            "full": ("GB are free; a build needs", {**s3.env, "small": (driver.folder / "out",)}),
+        }
     try:
-        done = built(driver, cluster, write_matrix(place, 3), store=f"s3://{BUCKET}/broken")
+        for name, (_, settings) in nodes.items():
+            cluster.start(name, **settings)
+        done = built(driver, cluster, write_matrix(place, 3), *options, store=f"s3://{BUCKET}/broken")
     finally:
-        for name in broken:
-            cluster.drop(name)
+        for name in nodes:
+            if name in cluster.nodes:
+                cluster.drop(name)
     assert done.code == 0, done.stderr
     assert {row["node"] for row in done.data["builds"]} <= {"n0", "n1", "n2"}
-    for name, why in broken.items():
+    assert {name for name, why in done.data["nodes"].items() if why} == set(nodes)
+    shown = pages.check(Path(done.data["page"]).read_text(encoding="utf-8")).text
+    for name, (why, _) in nodes.items():
         assert why in done.data["nodes"][name], done.data["nodes"]
-        assert f"node {name} is out" in done.stderr or done.data["nodes"][name]
-    assert "another llmforge" in pages.check(Path(done.data["page"]).read_text(encoding="utf-8")).text
+        assert why in shown
 
 
 def test_a_store_that_cannot_be_written_is_refused_before_anything_is_built(
@@ -195,14 +236,16 @@ def test_a_store_that_cannot_be_written_is_refused_before_anything_is_built(
 
 
 def test_two_hosts_publish_one_content(place: Path, cluster: Nodes, s3: S3, driver: Driver, tmp_path: Path) -> None:
-    """Each has a folder and a cache of its own; the store has the records of both, and again of the first."""
+    """Both at once, each with a folder and a cache of its own; then the first again."""
     store = f"s3://{BUCKET}/both"
     other = Driver(tmp_path / "other", s3.env)
     other.folder.mkdir()
     matrix = write_matrix(place, 1)
-    for count, machine in enumerate([driver, other, driver], 1):
-        done = built(machine, cluster, matrix, store=store)
-        assert done.code == 0, done.stderr
+    commands = [(machine, started(machine, cluster, matrix, store=store)) for machine in (driver, other)]
+    for count in (2, 3):
+        for machine, command in commands:
+            done = machine.end(command)
+            assert (done.code, len(done.data["builds"])) == (0, 1), done.stderr
         [archive] = s3.archives("both")
         with pytest.MonkeyPatch.context() as patch:
             for name, value in s3.env.items():
@@ -210,16 +253,54 @@ def test_two_hosts_publish_one_content(place: Path, cluster: Nodes, s3: S3, driv
             _, records = remote.evidence(Url(f"{store}/{archive}"))
         assert len(records) == count
         assert [each.previous for each in records[1:]] == [each.digest for each in records[:-1]]
+        commands = [(driver, started(driver, cluster, matrix, store=store))] if count == 2 else []
+
+
+def test_a_wheel_is_what_nodes_run(place: Path, cluster: Nodes, s3: S3, driver: Driver) -> None:
+    """They have another llmforge; what the wheel requires, they have."""
+    site = driver.folder / "site"
+    shutil.copytree(ROOT / "llmforge", site / "llmforge", ignore=shutil.ignore_patterns("__pycache__"))
+    with (site / "llmforge" / "__init__.py").open("a") as file:
+        file.write("OTHER = True\n")
+    about = site / "llmforge-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(str(metadata.metadata("llmforge")), encoding="utf-8")
+    wheel = driver.folder / "llmforge-0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for file in sorted(each for each in site.rglob("*") if each.is_file()):
+            archive.write(file, file.relative_to(site))
+    machine = Driver(driver.folder, {**s3.env, "PYTHONPATH": paths(site)})
+    matrix, store = write_matrix(place, 2), f"s3://{BUCKET}/wheel"
+    done = built(machine, cluster, matrix, store=store)
+    assert (done.code, done.stdout) == (8, ""), done.stderr
+    assert "another llmforge" in done.stderr
+    done = built(machine, cluster, matrix, "--wheel", wheel, store=store)
+    assert done.code == 0, done.stderr
+    assert done.data["nodes"] == {"n0": "", "n1": "", "n2": ""}
+    assert len(s3.archives("wheel")) == 2
+
+
+def test_engines_without_their_device_wait(place: Path, cluster: Nodes, s3: S3, driver: Driver) -> None:
+    """There are no gates: exit code 10 all the same."""
+    matrix = place / "pending.yaml"
+    text = "".join(json.dumps({"id": f"d{n}", "text": f"{n} quick brown foxes " * 4}) + "\n" for n in range(4))
+    (place / "evaluation.jsonl").write_text(text, encoding="utf-8")
+    matrix.write_text(MATRIX.replace("{cpu-avx2: }", GPU) + "  one: {engine.max_batch: 1}\n", encoding="utf-8")
+    done = built(driver, cluster, matrix, store=f"s3://{BUCKET}/pending")
+    assert done.code == 10, done.stderr
+    rows = {row["target"]: row for row in done.data["builds"]}
+    assert {name: row["verdict"] for name, row in rows.items()} == {"cpu-avx2": "none", "gpu": "pending"}
+    assert rows["gpu"]["waits_for"] == "a node with the device of its target, to finish the engine"
+    assert len(s3.archives("pending")) == 2
 
 
 def test_a_dead_address_is_refused_soon(place: Path, driver: Driver, cluster: Nodes) -> None:
-    began = time.monotonic()
+    matrix = write_matrix(place, 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         for port in (silent.getsockname()[1], 1):
-            done = driver.run("build", "--matrix", write_matrix(place, 1), "--address", f"127.0.0.1:{port}", "--json")
+            done = driver.run("build", "--matrix", matrix, "--address", f"127.0.0.1:{port}", "--json", seconds=300)
             assert (done.code, done.stdout) == (2, ""), done.stderr
             assert f"no Ray cluster at 127.0.0.1:{port}" in done.stderr
-    assert time.monotonic() - began < 180
 
 
 def test_a_lost_store_ends_with_a_page(place: Path, cluster: Nodes, tmp_path: Path, s3: S3, driver: Driver) -> None:
@@ -249,10 +330,8 @@ def test_a_lost_head_ends_with_a_page(place: Path, s3: S3, driver: Driver) -> No
         command = started(driver, nodes, matrix, store=store)
         until(nodes.nodes["h1"].builds)
         nodes.drop("h0")
-        began = time.monotonic()
         done = driver.end(command)
-        assert time.monotonic() - began < 60
-        assert done.code == 8, done.stderr
+        assert done.code == 8, done.stderr  # Ray itself ends the process after a minute: exit code 1, and no page
         assert any("the head of the Ray cluster" in str(row["error"]) for row in done.data["builds"])
         assert Path(done.data["page"]).is_file()
         nodes.drop("h1")
@@ -269,7 +348,7 @@ def test_random_kills(place: Path, s3: S3, driver: Driver) -> None:
     """Twenty in twelve builds: workers, builds, nodes, the board, the store for ten seconds."""
     rng = random.Random(35)
     matrix, store = write_matrix(place, 12), f"s3://{BUCKET}/random"
-    cache = ("--remote-cache", f"s3://{BUCKET}/cache", *keys(place))
+    cache = cache_options(place, "cache")
     nodes = Nodes(Path(tempfile.mkdtemp(prefix="farm-", dir="/tmp")))
     kinds = ["worker", "build"] * 7 + ["node"] * 2 + ["board"] * 2 + ["store"] * 2
     rng.shuffle(kinds)
@@ -282,7 +361,7 @@ def test_random_kills(place: Path, s3: S3, driver: Driver) -> None:
             time.sleep(rng.uniform(0, 4))
             assert command.poll() is None, (number, driver.end(command))
             harm(nodes, s3, kind, f"k{number + 3}", rng)
-        done = driver.end(command, 900)
+        done = driver.end(command, 1800)
     finally:
         nodes.close()
         shutil.rmtree(nodes.folder, ignore_errors=True)
@@ -305,11 +384,8 @@ def harm(nodes: Nodes, s3: S3, kind: str, spare: str, rng: random.Random) -> Non
         elif kind == "board":
             for board in nodes.processes("ray::_Board"):
                 board.kill()
-        elif builds := nodes.builds():
-            chosen = rng.choice(builds)
-            victim = chosen if kind == "build" else chosen.parent()
-            if victim is not None:
-                victim.kill()
+        else:
+            killed(nodes, kind, rng)
 
 
 def built_alone(place: Path, driver: Driver, matrix: Path) -> dict[str, str]:
@@ -320,16 +396,18 @@ def built_alone(place: Path, driver: Driver, matrix: Path) -> dict[str, str]:
     return {path.parent.name: f"{path.parent.name}/{path.name}.tar" for path in paths}
 
 
-def keys(place: Path) -> list[object]:
-    """Options with a pair of keys for the remote cache."""
+def cache_options(place: Path, folder: str) -> list[object]:
+    """Options of a remote cache in the bucket, with a pair of keys in a folder of their own."""
     pytest.importorskip("model_signing", reason="the extra `signing` is not installed")
     from cryptography.hazmat.primitives.asymmetric import ed25519
 
     from ..cache.test_remote import pair
 
-    if not (place / "farm.pem").exists():
-        pair(place, "farm", ed25519.Ed25519PrivateKey.generate())
-    return ["--remote-cache-write", place / "farm.pem", "--cache-key", place / "farm.pub.pem"]
+    if not (place / "keys").exists():
+        (place / "keys").mkdir()
+        pair(place / "keys", "farm", ed25519.Ed25519PrivateKey.generate())
+    keys = ["--remote-cache-write", place / "keys" / "farm.pem", "--cache-key", place / "keys" / "farm.pub.pem"]
+    return ["--remote-cache", f"s3://{BUCKET}/{folder}", *keys]
 
 
 def test_a_search_leaves_nothing_on_its_nodes(place: Path, cluster: Nodes, s3: S3, driver: Driver) -> None:
@@ -337,10 +415,11 @@ def test_a_search_leaves_nothing_on_its_nodes(place: Path, cluster: Nodes, s3: S
     done = driver.run(
         "tune", place / "recipe.yaml", "--objective", "size", "--option", "engine.max_batch=[1,2]", "--trials", 2,
         "-o", driver.folder / "search", "--address", cluster.address, "--store", store, "--jobs", 1, "--json",
-        "--remote-cache", f"s3://{BUCKET}/cache2", *keys(place),
+        *cache_options(place, "cache2"),
     )  # fmt: skip
     assert done.code == 0, done.stderr
-    assert [trial["state"] for trial in done.data["trials"]] == ["complete", "complete"]
+    states = [trial["state"] for trial in done.data["trials"]]
+    assert [state for state in states if state != "invalid"] == ["complete", "complete"]  # it may ask for one again
     assert s3.archives("search") == []
     assert s3.system.find(f"{BUCKET}/cache2/records")
     left = [each for each in (driver.folder / "search" / "artifacts").rglob("*") if each.is_file()]

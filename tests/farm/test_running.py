@@ -17,7 +17,8 @@ from llmforge.farm.matrix import Build
 from llmforge.farm.pareto import ParetoPoint
 from llmforge.farm.placing import NodePlacement, Resources
 from llmforge.farm.preflight import NodeLack
-from llmforge.farm.running import FarmSettings, Row
+from llmforge.farm.rows import WORST_FIRST, Row, worst
+from llmforge.farm.running import FarmSettings
 from llmforge.farm.store import StoreLost
 from llmforge.farm.worker import BuildOutcome, Figure, Job
 
@@ -243,14 +244,14 @@ def test_a_device_that_nothing_else_replaces_is_a_row(recipe: Path, tmp_path: Pa
     [([0, 0], 0), ([0, 10], 10), ([10, 4, 0], 4), ([4, 3], 3), ([3, 5], 5), ([8, 6], 6), ([8, 77], 1), ([], 0)],
 )
 def test_the_worst_exit_code(codes: list[int], expected: int) -> None:
-    assert running.worst(codes) == expected
+    assert worst(codes) == expected
 
 
 def test_every_exit_code_has_its_place() -> None:
     kinds = [ForgeError]
     for kind in kinds:
         kinds += kind.__subclasses__()
-    assert {kind.exit_code for kind in kinds} | {0} == set(running.WORST_FIRST)
+    assert {kind.exit_code for kind in kinds} | {0} == set(WORST_FIRST)
 
 
 # what a worker makes of a build

@@ -166,6 +166,7 @@ def test_a_search_finds_the_front_and_writes_its_recipe(tmp_path: Path) -> None:
 
 
 @needs_optuna
+@pytest.mark.thorough
 def test_what_costs_nothing_alone_is_tried_together(tmp_path: Path) -> None:
     def free(name: str, job: Job, place: NodePlacement) -> BuildOutcome:
         figures = measured(job)
@@ -204,6 +205,7 @@ def test_the_plan_drops_what_breaks_a_limit(tmp_path: Path) -> None:
 
 
 @needs_optuna
+@pytest.mark.thorough
 def test_failed_builds_and_budgets(tmp_path: Path) -> None:
     def fails(name: str, job: Job, place: NodePlacement) -> BuildOutcome:
         four = "passes.quantize-weights.embedding_bits=4" in job.arguments

@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmforge.artifact import Artifact, remote
+from llmforge.artifact import Artifact, archive, remote
 from llmforge.artifact import store as artifacts
 from llmforge.artifact.remote import Url
 from llmforge.base import remote_files
@@ -21,9 +23,12 @@ from llmforge.farm.matrix import Build
 
 from ..samples.stored import put
 from .fakes import NEEDS
+from .nodes import BUCKET, S3
 
 fsspec = pytest.importorskip("fsspec", reason="the extra `remote` is not installed")
 pytestmark = pytest.mark.usefixtures("memory")
+# s3fs leaves connections to the garbage collector
+unclosed = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 def records(made: Artifact, url: str) -> list[str]:
@@ -54,6 +59,79 @@ def test_evidence_of_one_content_becomes_one_line(tmp_path: Path, url: str) -> N
     assert len(made.evidence) == 3
     assert made.evidence[2].previous == made.evidence[1].digest
     assert [each.name for each in (tmp_path / "b").iterdir()] == [second.manifest.name]  # and nothing hidden is left
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    for package in ("moto", "s3fs"):
+        pytest.importorskip(package, reason=f"{package} is not installed (extra `dev`)")
+    server = S3(tmp_path_factory.mktemp("s3"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
+    """This process may use it."""
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    return server
+
+
+@unclosed
+@pytest.mark.parametrize("kind", ["s3", "file"])
+def test_hosts_that_publish_at_once_lose_nothing(
+    tmp_path: Path, kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All look at the same time and see nothing, so that all but one must look again."""
+    url, hosts = f"{tmp_path.as_uri()}/store", [put(tmp_path / f"h{days}", days=days) for days in range(5)]
+    (tmp_path / "store").mkdir()
+    if kind == "s3":
+        system = request.getfixturevalue("s3").system
+        url, meeting, looked = f"s3://{BUCKET}/once", threading.Barrier(len(hosts)), set[int]()
+        real = remote.revision
+
+        def revision(of: Url) -> str | None:
+            found = real(of)
+            if threading.get_ident() not in looked:
+                looked.add(threading.get_ident())
+                meeting.wait(60)
+            return found
+
+        monkeypatch.setattr(remote, "revision", revision)
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        for each in [pool.submit(store.share, host.path, url) for host in hosts]:
+            each.result()
+    found = remote.load(Url(store.archive_of(hosts[0].path, url)), tmp_path / "there")
+    found.verify()
+    assert len(found.evidence) == len(hosts)
+    assert [each.previous for each in found.evidence[1:]] == [each.digest for each in found.evidence[:-1]]
+    if kind == "s3":  # nor does it keep parts of what was refused
+        assert not system.call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")
+
+
+@unclosed
+def test_an_upload_may_take_longer_than_an_answer(tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it goes on, small files are written to the same bucket."""
+    monkeypatch.setattr(store, "ANSWER_S", 0.5)
+    probes, enough, save = list[str](), threading.Event(), archive.save
+
+    def counted(url: str) -> None:
+        store.probe(url)
+        probes.append(url)
+        if len(probes) == 2:
+            enough.set()
+
+    def slow(artifact: Artifact, stream: Any) -> int:
+        enough.wait(60)
+        return save(artifact, stream)
+
+    monkeypatch.setattr(store, "require_answer", counted)
+    monkeypatch.setattr(archive, "save", slow)
+    made = put(tmp_path / "a")
+    store.share(made.path, f"s3://{BUCKET}/slow")
+    assert s3.archives("slow") == [f"tiny/{made.path.name}.tar"]
+    assert len(probes) >= 2
 
 
 def test_a_store_is_not_made(tmp_path: Path) -> None:
@@ -119,7 +197,7 @@ def test_a_store_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Monk
     """What takes long may, while a small file gets there."""
     monkeypatch.setattr(store, "ANSWER_S", 0.2)
     never, made = threading.Event(), put(tmp_path / "a")
-    monkeypatch.setattr(remote, "save", lambda *_: time.sleep(1))
+    monkeypatch.setattr(remote, "save_over", lambda *_: time.sleep(1))
     store.share(made.path, "memory://store")
     monkeypatch.setattr(store, "probe", lambda _: never.wait(30))
     began = time.monotonic()

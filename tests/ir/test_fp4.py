@@ -29,8 +29,8 @@ def layer(weight: NDArray[np.float32], peak: float) -> ir.Model:
     model = ir.Model(ir.Graph([x], [], nodes=[], opset_imports={"": 24, "llmforge": 1}), ir_version=11)
     operands: dict[str, ir.Value | None] = {"x": x}
     for name, array in {
-        "codes": nvfp4.codes([weight]),
-        "scales": nvfp4.block_scales([weight]),
+        "codes": nvfp4.codes([weight, nvfp4.scale([weight])]),
+        "scales": nvfp4.block_scales([weight, nvfp4.scale([weight])]),
         "weight_scale": nvfp4.scale([weight]),
         "input_scale": np.asarray(nvfp4.tensor_scale(peak)),
     }.items():
@@ -95,7 +95,7 @@ PEAK = 6 * 448 / 256.0  # its scale is a power of two, so that ties stay ties
 def test_on_a_cpu_it_is_what_numpy_computes(inputs: NDArray[np.float32]) -> None:
     weight = np.random.default_rng(1).standard_normal((K, N)).astype(np.float32)
     made = on_cpu(layer(weight, PEAK), inputs)
-    codes, blocks = nvfp4.codes([weight]), nvfp4.block_scales([weight])
+    codes, blocks = nvfp4.codes([weight, nvfp4.scale([weight])]), nvfp4.block_scales([weight, nvfp4.scale([weight])])
     dequantized = codes.astype(np.float64) * np.repeat(blocks.astype(np.float64), BLOCK, 0) * nvfp4.scale([weight])
     expected = rounded(inputs, PEAK) @ dequantized
     assert (np.abs(made - expected) <= 1e-5 * np.abs(expected).max(-1, keepdims=True)).all()

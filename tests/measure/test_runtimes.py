@@ -112,7 +112,10 @@ def test_one_that_does_not(prepared: Case) -> None:
     assert changed.theirs == (*ours[:5], 7)
     assert [at for at in range(len(ours)) if changed.our_top[at] != changed.their_top[at]] == [5]
     assert changed.agreeing == len(ours) - 1
+    assert found.near_ties == 0
     logits = np.fromfile(prepared.folder / "replies/1.f4", np.float32).reshape(-1, VOCABULARY)[5].astype(np.float64)
+    assert changed.margin == pytest.approx(logits[ours[5]] - logits[7], rel=1e-4)
+    assert found.prompts[0].margin is None
     other = logits.copy()
     other[7] = 50.0
     p = np.exp(logits) / np.exp(logits).sum()
@@ -228,8 +231,11 @@ for line in sys.stdin:
     asked = json.loads(line)
     if "loaded" in asked:
         say({loaded!r})
-    for number in range(1, asked.get("tokens", 0) + 1):
-        say({{"token": number * {factor}}})
+    if "prompt" in asked:
+        say({{"answer": [token + 1 for token in asked["prompt"]][:asked["tokens"]]}})
+    elif "generate" in asked:
+        for number in range(1, asked["tokens"] + 1):
+            say({{"token": number * {factor}}})
 """
 
 
@@ -254,3 +260,12 @@ def test_a_server_that_tells_something_else_is_refused(tmp_path: Path) -> None:
         assert caught.value.hint == "remove `latency` of the recipe's validation"
         with pytest.raises(RunFailed, match="where token 1 was expected"):
             list(other.generate(np.zeros((2, 3), np.int64), 4))
+
+
+def test_a_server_answers(tmp_path: Path) -> None:
+    with runtimes.opened(tmp_path, VOCABULARY, server(tmp_path, {}, 1)) as other:
+        assert other.answer(np.array([4, 5, 6]), 2) == [5, 6]
+        with pytest.raises(RunFailed, match=r"vllm 9\.9: gave no token"):
+            other.answer(np.array([4]), 0)
+        with pytest.raises(RunFailed, match=f"gave the token id {VOCABULARY}; the vocabulary has {VOCABULARY}"):
+            other.answer(np.array([VOCABULARY - 1]), 1)

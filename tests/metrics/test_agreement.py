@@ -51,6 +51,15 @@ def test_figures_of_prompts() -> None:
     assert prompts[0].first_difference is None
 
 
+def test_a_near_tie_is_closer_than_logits_move_at_most_places() -> None:
+    """0.125 at most places; where they moved by 2, a margin of 1 is no tie, however well that would explain it."""
+    margins = (0.12, 0.13, 1.0)
+    odd = [prompt(f"{at}", wrong=(2,), answer=(10, 11, 9)) for at in range(3)]
+    prompts = [each.model_copy(update={"margin": margin}) for each, margin in zip(odd, margins, strict=True)]
+    assert run(*prompts, *(prompt(f"even {i}") for i in range(5))).near_ties == 1
+    assert run(prompt("equal")).near_ties == 0
+
+
 def test_an_answer_that_ends_early_differs_where_it_ends() -> None:
     assert prompt("short", answer=(10, 11)).first_difference == 2
     assert prompt("long", answer=(*range(10, 20), 5)).first_difference == 10

@@ -11,6 +11,7 @@ import pytest
 from llmforge import native, targets
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.ir import dialect, graph
+from llmforge.ir.operators.contrib import MatMulNBits
 from llmforge.ir.operators.cpu import CpuLinear
 from llmforge.passes.cpu_kernels import CpuKernels
 from llmforge.passes.flash_attention import FlashAttention
@@ -19,6 +20,7 @@ from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization.grid import Scale
+from llmforge.rewrite import cpu_linear
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Pass
 from llmforge.verification import lossy_places, probe
 from llmforge.verification.drawn_places import Drawn
@@ -138,6 +140,13 @@ def test_a_layer_becomes_five_operators(scales: Scale) -> None:
         "residual Add",
         "RMSNormalization",
     ]
+
+
+def test_scales_in_bf16_are_left_to_servers_of_others() -> None:
+    model = graphs.llama(replace(SPEC, layers=1))
+    replace(QUANTIZE, scales="bf16").run(model, graphs.CPU)
+    reasons = {cpu_linear.reason_against(layer) for layer in MatMulNBits.all(model)}
+    assert reasons == {"its scales are bf16, which are for servers of others"}
 
 
 def test_norms_of_queries_and_keys_go_into_attention() -> None:

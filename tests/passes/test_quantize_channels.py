@@ -270,21 +270,99 @@ def test_each_token_is_rounded_by_its_own_range(tmp_path: Path) -> None:
     model.graph.append(product)
     model.graph.outputs.append(product.outputs[0])
     product.outputs[0].name, product.outputs[0].type = "y", x.type
-    tokens = (random.standard_normal((2, 5, 48)) * 10.0 ** random.integers(-3, 4, (2, 5, 1))).astype(np.float32)
+    tokens = (random.standard_normal((2, 99, 48)) * 10.0 ** random.integers(-3, 4, (2, 99, 1))).astype(np.float32)
     tokens[1, 2] = 0
     changes = quantize(activations="per_token", smooth=False).run(model, RTX)
     assert [change.what for change in changes.rewritten] == ["int8, one scale per output feature, inputs per_token"]
     model.graph.sort()
+    [scale] = [value for node in model.graph for value in node.outputs if value.name == "x.int8.scale"]
+    model.graph.outputs.append(scale)
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.x64quantprecision", "1")  # else products saturate without VNNI
     session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options)
-    [made] = session.run(None, {"x": tokens})
+    made, scales = session.run(None, {"x": tokens})
+    assert (scales == np.maximum(np.abs(tokens).max(-1, keepdims=True) / np.float32(127), 2.0**-24)).all()  # every bit
     with np.errstate(invalid="ignore"):
         read = np.nan_to_num(rounded(tokens.astype(np.float64), 127, -1))
     expected = read @ rounded(weight.astype(np.float64), 127, 0)
     size = np.abs(expected).max(-1, keepdims=True) + 1e-30
     assert np.abs((made - expected) / size).max() < 1e-5
     assert not made[1, 2].any()
+
+
+def alone(weight: NDArray[np.float32]) -> ir.Model:
+    """One linear layer [K, N] of tokens ["b", "s", K]."""
+    k = len(weight)
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["b", "s", k]))
+    model = ir.Model(ir.Graph([x], [], nodes=[], opset_imports={"": 24}), ir_version=11)
+    product = ir.node("MatMul", [x, graph.initializer(model, "w", weight, ["layers.0.weight"])], name="product")
+    model.graph.append(product)
+    model.graph.outputs.append(product.outputs[0])
+    product.outputs[0].name, product.outputs[0].type = "y", x.type
+    return model
+
+
+def nearest_fp8(numbers: NDArray[np.float64], scales: NDArray[np.float64]) -> NDArray[np.float64]:
+    rounded: NDArray[np.float64] = (numbers / scales).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales
+    return rounded
+
+
+@pytest.mark.parametrize("n", [128, 200])
+def test_squares_of_weights_and_groups_of_a_token_have_scales_of_their_own(n: int) -> None:
+    """One layer alone, against a loop in fp64: squares and groups of all sizes, a square and a token of zeros."""
+    random = np.random.default_rng(0)
+    weight = random.standard_normal((256, n)).astype(np.float32)
+    weight[:128] *= 100
+    weight[128:, :128] = 0
+    tokens = (random.standard_normal((2, 5, 256)) * 10.0 ** random.integers(-3, 4, (2, 5, 1))).astype(np.float32)
+    tokens[..., 128:] *= 50
+    tokens[1, 2] = 0
+    model = alone(weight)
+    step = quantize(dtype="fp8", activations="per_token", granularity="block", head=False)
+    [change] = step.run(model, RTX).rewritten
+    assert change.what == "fp8, one scale per 128 × 128 weights, inputs per_token, in groups of 128"
+    [made] = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, {"x": tokens})
+
+    expected = np.zeros((2, 5, n))
+    for i in range(0, 256, 128):
+        part = tokens[..., i : i + 128].astype(np.float64)
+        read = nearest_fp8(part, np.maximum(np.abs(part).max(-1, keepdims=True) / 448, 2.0**-24))
+        for j in range(0, n, 128):
+            square = weight[i : i + 128, j : j + 128].astype(np.float64)
+            expected[..., j : j + 128] += read @ nearest_fp8(square, np.asarray(np.abs(square).max() / 448 or 1.0))
+    size = np.abs(expected).max(-1, keepdims=True) + 1e-30
+    assert np.abs((made - expected) / size).max() < 2e-3  # of quotients in fp32, a few fall to the neighbour of a tie
+    assert not made[1, 2].any()
+
+
+def test_squares_need_whole_blocks_of_inputs() -> None:
+    step = quantize(dtype="fp8", activations="per_token", granularity="block", head=False)
+    model = graphs.llama(graphs.Llama(layers=1, hidden=128, head_dim=32, mlp=56))
+    changes = step.run(model, RTX)
+    assert {each.node: each.reason for each in changes.skipped} == {
+        "l0_down_node": "its 56 input features are not a multiple of 128",
+        "logits_node": "output head, and `head` is false",
+    }
+    assert len(changes.rewritten) == 6
+    assert not step.run(model, RTX)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"dtype": "int8", "activations": "per_token", "head": False},
+            "goes with dtype: fp8 and activations: per_token",
+        ),
+        ({"dtype": "fp8", "head": False}, "goes with dtype: fp8 and activations: per_token"),
+        ({"dtype": "fp8", "activations": "per_token"}, "goes with method: rtn and head: false"),
+        ({"dtype": "fp8", "activations": "per_token", "head": False, "alpha": 0.5}, "without alpha"),
+    ],
+)
+def test_squares_go_with_what_servers_read(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        quantize(granularity="block", **options)
+    assert quantize(dtype="fp8", activations="per_token", granularity="block", head=False).demands() == ()
 
 
 OUTLIERS = graphs.Llama(layers=1)

@@ -51,6 +51,10 @@ def test_every_layer_that_was_measured_is_rewritten() -> None:
     assert graph.sources(first.codes) == ["model.layers.0.self_attn.q_proj.weight"]
     peak = ranges["model.layers.0.self_attn.q_proj.weight"].peaks.max()
     assert graph.tensor(first.input_scale).numpy() == pytest.approx(peak / 6 / 448)
+    query, key, value, *_ = layers = Fp4Linear.all(model)
+    assert query.weight_scale is key.weight_scale is value.weight_scale
+    assert query.input_scale is key.input_scale is value.input_scale
+    assert len({layer.weight_scale for layer in layers}) == 3  # q, k and v; o; gate and up
     before = graph.fingerprint(model)
     assert not step.run(model, context(ranges))
     assert graph.fingerprint(model) == before

@@ -7,6 +7,7 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -41,13 +42,11 @@ def loss(weight: NDArray[np.float32], matrix: QuantizedMatrix, hessian: NDArray[
     return float(np.einsum("nk,kl,nl->", error, damped, error))
 
 
-GRIDS = st.builds(
-    Grid,
-    bits=st.sampled_from([3, 4, 5, 6, 8]),
-    block_size=st.sampled_from([16, 32, 64, 1024]),
-    symmetric=st.booleans(),
-    scale=st.sampled_from(["fp32", "fp16", "int8"]),
+BLOCKS, SYMMETRIC = st.sampled_from([16, 32, 64, 1024]), st.booleans()
+NATIVE = st.builds(
+    Grid, st.sampled_from([3, 4, 5, 6, 8]), BLOCKS, SYMMETRIC, scale=st.sampled_from(["fp32", "fp16", "int8"])
 )
+GRIDS = st.one_of(NATIVE, st.builds(Grid, st.sampled_from([4, 8]), BLOCKS, SYMMETRIC, scale=st.just("bf16")))
 SHAPES = st.tuples(st.integers(1, 70), st.sampled_from([16, 48, 80, 130, 300]))
 
 
@@ -120,6 +119,8 @@ def test_sweeps_lower_the_error_on_scales_that_can_be_stored(shape: tuple[int, i
         assert (matrix.scales != 0).all()
         if grid.scale == "fp16":
             np.testing.assert_array_equal(matrix.scales, matrix.scales.astype(np.float16).astype(np.float32))
+        elif grid.scale == "bf16":
+            np.testing.assert_array_equal(matrix.scales, matrix.scales.astype(ml_dtypes.bfloat16).astype(np.float32))
         elif grid.scale == "int8":
             codes, _ = split(matrix.scales, grid)
             assert np.abs(codes.astype(int)).min() >= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 
+import ml_dtypes
 import numpy as np
 import onnxruntime as ort
 import pytest
@@ -179,7 +180,7 @@ def test_onnxruntime_multiplies_by_what_dequantize_says(bits: int, level: int, s
     np.testing.assert_allclose(y, x @ dequantize(matrix).T, atol=1e-4)
 
 
-@pytest.mark.parametrize("scale", ["fp16", "int8"])
+@pytest.mark.parametrize("scale", ["fp16", "bf16", "int8"])
 @given(
     hnp.arrays(
         np.float32,
@@ -197,6 +198,10 @@ def test_stored_scales_can_be_stored(scale: Scale, scales: NDArray[np.float32], 
     if scale == "fp16":
         np.testing.assert_array_equal(found.astype(np.float16).astype(np.float32), found)
         np.testing.assert_allclose(found, scales, rtol=2.0**-11, atol=2.0**-24)
+        return
+    if scale == "bf16":
+        np.testing.assert_array_equal(found.astype(ml_dtypes.bfloat16).astype(np.float32), found)
+        np.testing.assert_allclose(found, scales, rtol=2.0**-8)
         return
     codes, supers = split(found, grid)
     factors = (supers.astype(np.uint32) << np.uint32(16)).view(np.float32)

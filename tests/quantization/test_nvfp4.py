@@ -26,7 +26,8 @@ def test_every_weight_becomes_the_nearest_point_of_its_block(
     weight = (size * np.random.default_rng(seed).standard_normal((16 * blocks, n))).astype(np.float32)
     if zeros:
         weight[:16, 0] = 0
-    codes, steps, scale = nvfp4.codes([weight]), nvfp4.block_scales([weight]), nvfp4.scale([weight])
+    scale = nvfp4.scale([weight])
+    codes, steps = nvfp4.codes([weight, scale]), nvfp4.block_scales([weight, scale])
     assert codes.shape == weight.shape
     assert steps.shape == (blocks, n)
     if weight.any():
@@ -38,10 +39,23 @@ def test_every_weight_becomes_the_nearest_point_of_its_block(
         assert lost <= own + 1e-5 * abs(weight[k, column])
 
 
+@given(st.floats(2.0**-100, 2.0**100, width=32))
+def test_what_checkpoints_divide_by_gives_the_scale_again(peak: float) -> None:
+    scale = nvfp4.tensor_scale(peak)
+    assert scale == pytest.approx(peak / 6 / 448, rel=1e-6)
+    assert np.float32(1) / nvfp4.divisor(scale) == scale
+
+
+def test_matrices_share_the_scale_of_the_larger() -> None:
+    small, large = np.full((16, 1), 2.0, np.float32), np.full((32, 2), -8.0, np.float32)
+    assert nvfp4.scale([small, large]) == nvfp4.scale([large]) == nvfp4.tensor_scale(8)
+    assert nvfp4.block_scales([small, nvfp4.scale([small, large])]).astype(np.float32).tolist() == [[112.0]]
+
+
 def test_zeros_have_a_scale() -> None:
     zeros = np.zeros((16, 2), np.float32)
     assert nvfp4.scale([zeros]) == 1
-    assert not nvfp4.codes([zeros]).astype(np.float32).any()
+    assert not nvfp4.codes([zeros, nvfp4.scale([zeros])]).astype(np.float32).any()
 
 
 @pytest.mark.parametrize("weight", [np.full((16, 1), np.nan), np.ones((15, 1)), np.ones(16)])

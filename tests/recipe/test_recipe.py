@@ -67,7 +67,7 @@ def test_everything_that_stands_in_the_file_arrives(tmp_path: Path) -> None:
     assert loaded.engine.model_dump() == {
         "backend": "onnxruntime", "max_context": 256, "max_batch": 4, "threads": None, "decode_batches": (),
         "cuda_graphs": "require", "deferred": False, "tensor_parallel": 1,
-        "kv_cache": None,
+        "kv_cache": None, "quant_method": "compressed-tensors",
     }  # fmt: skip
     assert loaded.calibration is not None
     assert (loaded.calibration.samples, loaded.calibration.length, loaded.calibration.seed) == (8, 64, 1)

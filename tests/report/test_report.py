@@ -270,6 +270,7 @@ def test_answers_stand_side_by_side_with_their_difference_marked() -> None:
     assert "<strong>guide-<wbr>1</strong>: the same" in page
     markdown = render.to_markdown(reports.make())
     assert "- artifact goes on: is inside of it." in markdown
+    assert markdown.count("goes on:") == 2  # the other two answers are the same
 
 
 def test_what_was_scored_and_kept_is_said() -> None:

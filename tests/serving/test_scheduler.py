@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,6 +180,19 @@ def test_slots_go_to_those_who_came_first(runner, answers):
         ended += [i for i, answer in enumerate(answers[:6]) if answer.ended and i not in ended]
     assert ended == [0, 1, 2, 3, 4, 5]
     assert [answer.tokens for answer in answers[:6]] == [alone(runner, asks(3, i, 4 + i)) for i in range(6)]
+
+
+def test_of_those_who_wait_the_client_with_the_fewest_slots_is_next(runner, answers):
+    scheduled = scheduler(runner)
+    for i, (who, tokens) in enumerate([("many", 4), ("many", 20), ("many", 20), *[("many", 5)] * 3, ("few", 2)]):
+        scheduled.add(replace(asks(3, i, tokens), client=who), answers[i].receive)
+    while not answers[0].ended:
+        scheduled.step()
+    for _ in range(3):  # read, and answer twice
+        scheduled.step()
+    assert [answer.ended for answer in answers[:7]] == [True, False, False, False, False, False, True]
+    run(scheduled)
+    assert all(answer.ended for answer in answers[:7])
 
 
 # Slots ---------------------------------------------------------------------------------------------------------------

@@ -511,6 +511,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.thorough
 def test_a_hostile_chat_template_stops_neither_other_requests_nor_the_server(
     env: TritonEnv, sample_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -16,9 +16,10 @@ BACKEND = BackendRecord(
         serve="vllm serve {engine}",
         emulated_by="transformers",
         served_by="vllm",
-        codes=frozenset({"blocks", "channels"}),
+        codes=frozenset({"blocks", "channels", "fp4"}),
         block=128,
         tables=False,
+        bf16_scales=True,
     ),
     providers=(
         Provider(
@@ -33,6 +34,7 @@ BACKEND = BackendRecord(
                 "int8": Use(("weights",)),
                 "int4": Use(("weights",)),
                 "fp8": Use(("weights",)),
+                "fp4": Use(("weights",)),
             },
         ),
     ),

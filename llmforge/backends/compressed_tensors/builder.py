@@ -12,11 +12,17 @@ What passes made of a weight [N, K] decides how it stands there (compressed_tens
   [N·bits/32, K/block], packed along N. These are the very codes of com.microsoft::MatMulNBits.
 - `float-quantized`, of quantize-channels in fp8: `weight` float8_e4m3fn [N, K], `weight_scale` fp32 [N, 1]; with
   `activations: static` also `input_scale` fp32 [1]; with `per_token` the servers make the scales of tokens.
+  With `granularity: block`, `weight_scale` is fp32 [ceil(N/128), K/128]; the servers make scales of 128 features of a
+  token.
 - `int-quantized`, of quantize-channels in int8 with activations: `weight` int8 [N, K], the same scales.
+- `nvfp4-pack-quantized`, of quantize-fp4: `weight_packed` uint8 [N, K/2], the first of two codes in the lower bits;
+  `weight_scale` float8_e4m3fn [N, K/16]; `weight_global_scale` and `input_global_scale` fp32 [1] are reciprocals.
 
+With `quant_method: modelopt`, NVFP4 stands there by ModelOpt's names (`modelopt`), and hf_quant_config.json beside.
 `servers` has which servers load which of them.
 
-Servers hold the scales of packed codes in the dtype that they compute in: they must be fp16, and config.json says so.
+Servers hold the scales of packed codes in the dtype that they compute in: fp16, or bf16 where the model is bf16, and
+config.json says which.
 All other tensors are copied. What was written is read back and compared, code by code. The same input gives the same
 bytes.
 """
@@ -25,7 +31,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,28 +38,36 @@ from typing import Any, BinaryIO, Final, Literal, cast
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
 
 from llmforge.backends import signatures
-from llmforge.backends.compressed_tensors import servers
+from llmforge.backends.compressed_tensors import modelopt, servers
+from llmforge.backends.compressed_tensors.layout import (
+    HALVES,
+    ITEM_BYTES,
+    NAMES,
+    WORD_BITS,
+    QuantMethod,
+    StoredTensor,
+    layout,
+    write,
+)
 from llmforge.backends.compressed_tensors.servers import FormatName
 from llmforge.backends.engines import BuildRequest, BuiltEngine
-from llmforge.backends.exported_parameters import Blocks, ChannelMatrix, Exported, Quantized
-from llmforge.base.errors import UnsupportedError, VerificationError
+from llmforge.backends.exported_parameters import Blocks, Exported, Fp4Matrix, Quantized
+from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import CONFIG, Checkpoint
 from llmforge.checkpoint.folder import CHAT_TEMPLATE, GENERATION_CONFIG
-from llmforge.checkpoint.safetensors_file import DTYPES
 from llmforge.checkpoint.shards import WEIGHTS, WEIGHTS_INDEX
-from llmforge.ir import graph
-from llmforge.quantization.grids import pack_bits
+from llmforge.ir.fp4 import BLOCK
+from llmforge.quantization.grid import Scale
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Changes
 from llmforge.runtime.config import FILE
 from llmforge.targets import Target
 
-METHOD, VERSION = "compressed-tensors", "0.20.0"
+METHOD: Final = "compressed-tensors"
+VERSION = "0.20.0"
 SHARD_BYTES: Final = 4 << 30
-WORD_BITS = 32
 # Layers that servers put on top of each other, and that must have one format.
 TOGETHER = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
 TOKENIZER = (
@@ -66,24 +79,9 @@ TOKENIZER = (
     "vocab.json",
     "merges.txt",
 )
-_HEAD = "lm_head"
-_CODES = {"int8": "I8", "fp8": "F8_E4M3"}
-NAMES: Mapping[ir.DataType, str] = {ir.DataType[dtype]: name for name, dtype in DTYPES.items()}
-ITEM_BYTES: Mapping[str, int] = {name: math.ceil(dtype.itemsize) for dtype, name in NAMES.items()}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor of a file, by the name that safetensors has for its dtype."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """The bytes that it takes."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+_HEAD, _MATRIX = "lm_head", 2
+_NVFP4 = "nvfp4-pack-quantized"
+_DTYPES: Mapping[Scale, str] = {"fp16": "float16", "bf16": "bfloat16"}  # in config.json
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,18 @@ class LayerScheme:
     kind: str  # int or float
     block_size: int | None  # None: a scale for each output feature
     symmetric: bool
+    scales: Scale = "fp32"  # of packed codes, 16 bits
     inputs: Literal["none", "static", "per_token"] = "none"
+    square: int | None = None  # features, of either kind, that share a scale, and features of a token
 
     @property
     def format_name(self) -> FormatName:
         """Its name in `servers.SERVERS`."""
         codes = f"{'fp' if self.kind == 'float' else 'int'}{self.bits}"
+        if self.square is not None:
+            return "fp8-block"
+        if self.format in (_NVFP4, modelopt.NAME):
+            return "nvfp4" if self.format == _NVFP4 else "nvfp4-modelopt"
         return cast(FormatName, codes if self.inputs == "none" else f"{codes}-{self.inputs}")
 
     @property
@@ -115,7 +119,15 @@ class LayerScheme:
             "dynamic": False,
         }
         inputs = None
-        if self.inputs != "none":
+        if self.square is not None:
+            weights |= {"strategy": "block", "block_structure": [self.square, self.square]}
+            own = {"strategy": "group", "group_size": self.square, "dynamic": True}
+            inputs = {"num_bits": self.bits, "type": self.kind, "symmetric": True, **own}
+        elif self.format == _NVFP4:
+            blocks = {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+            weights |= blocks
+            inputs = {**weights, "dynamic": "local"}
+        elif self.inputs != "none":
             own = {"strategy": "tensor", "dynamic": False}
             if self.inputs == "per_token":
                 own = {"strategy": "token", "dynamic": True}
@@ -140,7 +152,8 @@ def check(exported: Exported, spec: EngineSpec) -> None:
     """
     if not exported.quantized:
         raise UnsupportedError("nothing is quantized: the checkpoint itself is what the servers load")
-    schemes = {tensor: scheme_of(tensor, matrix) for tensor, matrix in exported.quantized.items()}
+    schemes = {tensor: scheme_of(tensor, matrix, spec.quant_method) for tensor, matrix in exported.quantized.items()}
+    _require_one_dtype(schemes, exported.checkpoint)
     layers: dict[tuple[str, frozenset[str]], dict[str, LayerScheme | None]] = {}
     for tensor in exported.checkpoint.tensors:
         parent, _, layer = tensor.removesuffix(".weight").rpartition(".")
@@ -153,10 +166,45 @@ def check(exported: Exported, spec: EngineSpec) -> None:
                 f"{', '.join(found)} have different formats; the servers read those of {parent} as one matrix",
                 hint="give them one format, or exclude all of them",
             )
+        matrices = [each for each in map(exported.quantized.get, found) if isinstance(each, Fp4Matrix)]
+        if len({each.weight_scale for each in matrices}) > 1:
+            raise UnsupportedError(
+                f"{', '.join(found)} have scales of their own; the servers take one for all of {parent}",
+                hint="leave passes between them out of the recipe",
+            )
+        for tensor, scheme in found.items():
+            if scheme is not None and scheme.square and (n := exported.quantized[tensor].n) % scheme.square:
+                raise UnsupportedError(
+                    f"{tensor}: {n} output features are not a multiple of {scheme.square}; the servers put it on "
+                    f"top of others of {parent}, and so their squares",
+                    hint="exclude all of them, or set `granularity: channel`",
+                )
 
 
-def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
-    """Say how a matrix is stored.
+def _require_one_dtype(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoint) -> None:
+    """Return if one dtype holds the scales of all packed codes, and no tensor that stays loses by it."""
+    scales = {scheme.scales for scheme in schemes.values() if scheme.format == "pack-quantized"}
+    if len(scales) > 1:
+        raise UnsupportedError(
+            f"packed codes have scales in {' and '.join(sorted(scales))}; servers compute in one dtype",
+            hint="set one `scales` in all quantize-weights of the recipe",
+        )
+    if "bf16" in scales and (own := _dtype(checkpoint.settings)) != _DTYPES["bf16"]:
+        raise UnsupportedError(
+            f"config.json says dtype {own}; servers would compute in bf16, the dtype of the scales",
+            hint="set `scales: fp16` in quantize-weights",
+        )
+
+
+def _dtype(settings: Mapping[str, Any]) -> str | None:
+    """Read in which dtype config.json says that a model, or the language model in it, computes."""
+    of_text = settings.get("text_config")
+    parts = [settings, of_text if isinstance(of_text, dict) else {}]
+    return next((str(each[key]) for each in parts for key in ("dtype", "torch_dtype") if each.get(key)), None)
+
+
+def scheme_of(tensor: str, matrix: Quantized, method: QuantMethod) -> LayerScheme:
+    """Say how a matrix is stored, by the `method` that config.json names.
 
     Raises:
         UnsupportedError: the format does not hold it exactly, or the servers do not load it so.
@@ -165,15 +213,20 @@ def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
         raise UnsupportedError(
             f"{tensor} is not the weight of a linear layer", hint=f"exclude it: `exclude: [{tensor}]`"
         )
+    if method == modelopt.NAME and not isinstance(matrix, Fp4Matrix):
+        raise UnsupportedError(
+            f"{tensor} is no NVFP4, which alone is written by ModelOpt's names",
+            hint="use quantize-fp4, or leave `quant_method` out: TensorRT-LLM loads fp8 of compressed-tensors",
+        )
     if isinstance(matrix, Blocks):
         if matrix.table or tensor == f"{_HEAD}.weight":
             raise UnsupportedError(
                 f"{tensor}: the servers read embedding and head as they are", hint="set `embedding_bits: 16`"
             )
-        if matrix.stored_scales != "fp16":
+        if matrix.stored_scales not in HALVES:
             raise UnsupportedError(
                 f"{tensor}: its scales are {matrix.stored_scales}; the servers hold scales of packed codes in 16 bits",
-                hint="set `scales: fp16` in quantize-weights",
+                hint="set `scales: bf16` in quantize-weights, or `scales: fp16` where the model is no bf16",
             )
         if matrix.k % matrix.block_size:
             raise UnsupportedError(
@@ -186,17 +239,20 @@ def scheme_of(tensor: str, matrix: Quantized) -> LayerScheme:
                 "points hold",
                 hint=f"exclude it: `exclude: [{matrix.parameter}]`",
             )
-        return LayerScheme("pack-quantized", matrix.bits, "int", matrix.block_size, matrix.symmetric)
+        scales = matrix.stored_scales
+        return LayerScheme("pack-quantized", matrix.bits, "int", matrix.block_size, matrix.symmetric, scales)
     if tensor == f"{_HEAD}.weight":
         raise UnsupportedError(f"{tensor}: the servers read the head as it is", hint="set `head: false`")
+    if isinstance(matrix, Fp4Matrix):
+        return LayerScheme(_NVFP4 if method == METHOD else modelopt.NAME, 4, "float", BLOCK, True)
     if matrix.dtype == "fp8":
-        return LayerScheme("float-quantized", 8, "float", None, True, matrix.inputs)
+        return LayerScheme("float-quantized", 8, "float", None, True, inputs=matrix.inputs, square=matrix.square)
     if matrix.inputs == "none":
         raise UnsupportedError(
             f"{tensor}: the servers multiply int8 weights with one scale per output feature by int8 activations alone",
             hint="set `activations: static` or `per_token`, or use quantize-weights with `bits: 8`",
         )
-    return LayerScheme("int-quantized", 8, "int", None, True, matrix.inputs)
+    return LayerScheme("int-quantized", 8, "int", None, True, inputs=matrix.inputs)
 
 
 def build(request: BuildRequest) -> BuiltEngine:
@@ -210,31 +266,37 @@ def build(request: BuildRequest) -> BuiltEngine:
     assert exported is not None
     check(exported, request.spec)
     folder.mkdir(parents=True, exist_ok=True)
-    schemes = {tensor: scheme_of(tensor, matrix) for tensor, matrix in exported.quantized.items()}
-    packed = any(scheme.format == "pack-quantized" for scheme in schemes.values())
-    hashes = _write_weights(request, exported, packed)
+    method = request.spec.quant_method
+    schemes = {tensor: scheme_of(tensor, matrix, method) for tensor, matrix in exported.quantized.items()}
+    scales = next((scheme.scales for scheme in schemes.values() if scheme.format == "pack-quantized"), None)
+    hashes = _write_weights(request, exported, in_fp16=scales == "fp16")
     settings = dict(exported.checkpoint.settings)
-    if packed:
-        settings = _in_fp16(settings)
+    if scales is not None:
+        settings = _in_dtype(settings, scales)
         if isinstance(text := settings.get("text_config"), dict):
-            settings["text_config"] = _in_fp16(text)
-    settings["quantization_config"] = quantization_config(schemes, exported.checkpoint)
+            settings["text_config"] = _in_dtype(text, scales)
+    if method == modelopt.NAME:
+        excluded = unquantized(schemes, exported.checkpoint)
+        hashes[modelopt.FILE] = _write_json(folder / modelopt.FILE, modelopt.quant_config(excluded))
+        settings["quantization_config"] = modelopt.inline_config(excluded)
+    else:
+        settings["quantization_config"] = quantization_config(schemes, exported.checkpoint)
     hashes |= {CONFIG: _write_json(folder / CONFIG, settings), **copy_settings(exported.checkpoint, folder)}
     written = signatures.export_format(request, METHOD)
     (folder / FILE).write_text(written.to_json(), encoding="utf-8")
     formats = ", ".join(sorted({scheme.format for scheme in schemes.values()}))
     facts = {
-        "format": f"{METHOD} {VERSION}: {formats}",
+        "format": "NVFP4 as ModelOpt has it" if method == modelopt.NAME else f"{METHOD} {VERSION}: {formats}",
         "codes": "read back, and equal to those of the graph",
         "servers": servers.described(frozenset(scheme.format_name for scheme in schemes.values())),
     }
-    notes = ["engine: config.json says dtype float16, in which scales are exact"] if packed else []
+    notes = [f"engine: config.json says dtype {_DTYPES[scales]}, in which scales are exact"] if scales else []
     return BuiltEngine.built(request, written, facts, notes, graph_=request.model, written=hashes)
 
 
-def _in_fp16(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Let servers compute in fp16; the older name of the entry is left out."""
-    return {**{key: value for key, value in settings.items() if key != "torch_dtype"}, "dtype": "float16"}
+def _in_dtype(settings: Mapping[str, Any], scales: Scale) -> dict[str, Any]:
+    """Let servers compute in the dtype of scales; the older name of the entry is left out."""
+    return {**{key: value for key, value in settings.items() if key != "torch_dtype"}, "dtype": _DTYPES[scales]}
 
 
 def quantization_config(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoint) -> dict[str, Any]:
@@ -245,11 +307,6 @@ def quantization_config(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoi
     groups: dict[LayerScheme, list[str]] = {}
     for tensor, scheme in schemes.items():
         groups.setdefault(scheme, []).append(tensor.removesuffix(".weight"))
-    plain = {
-        name.removesuffix(".weight")
-        for name, entry in checkpoint.tensors.items()
-        if name.endswith(".weight") and len(entry.shape) == 2 and name not in schemes
-    }
     formats = {scheme.format for scheme in groups}
     return {
         "quant_method": METHOD,
@@ -259,10 +316,19 @@ def quantization_config(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoi
             f"group_{number}": {"targets": ["Linear"] if len(groups) == 1 else sorted(layers), **scheme.group}
             for number, (scheme, layers) in enumerate(groups.items())
         },
-        "ignore": sorted(plain | {_HEAD}),
+        "ignore": unquantized(schemes, checkpoint),
         "kv_cache_scheme": None,
         "version": VERSION,
     }
+
+
+def unquantized(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoint) -> list[str]:
+    """Name the layers that stay: whatever has a matrix, or one for each expert, whether the language model uses it."""
+    kept = {_HEAD}
+    for name, entry in checkpoint.tensors.items():
+        if name not in schemes and len(entry.shape) >= _MATRIX:
+            kept.add(name.rpartition(".")[0] if not name.endswith(".weight") else name.removesuffix(".weight"))
+    return sorted(kept)
 
 
 def copy_settings(checkpoint: Checkpoint, folder: Path) -> dict[str, str]:
@@ -277,41 +343,14 @@ def copy_settings(checkpoint: Checkpoint, folder: Path) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in copied.items()}
 
 
-def _words(codes: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
-    """Pack codes [N, C] into words [N, C·bits/32], the first in the lowest bits."""
-    return np.ascontiguousarray(pack_bits(np.ascontiguousarray(codes), bits)).view("<i4")
-
-
-def layout(tensor: str, matrix: Quantized) -> list[StoredTensor]:
-    """Name what stands in place of a weight."""
-    layer = tensor.removesuffix(".weight")
-    if isinstance(matrix, ChannelMatrix):
-        parts = [
-            StoredTensor(tensor, _CODES[matrix.dtype], (matrix.n, matrix.k)),
-            StoredTensor(f"{layer}.weight_scale", "F32", (matrix.n, 1)),
-        ]
-        return parts if matrix.input_scale is None else [*parts, StoredTensor(f"{layer}.input_scale", "F32", (1,))]
-    blocks, a_word = matrix.k // matrix.block_size, WORD_BITS // matrix.bits
-    parts = [
-        StoredTensor(f"{layer}.weight_packed", "I32", (matrix.n, matrix.k // a_word)),
-        StoredTensor(f"{layer}.weight_scale", "F16", (matrix.n, blocks)),
-        StoredTensor(f"{layer}.weight_shape", "I64", (2,)),
-    ]
-    return (
-        parts
-        if matrix.symmetric
-        else [*parts, StoredTensor(f"{layer}.weight_zero_point", "I32", (matrix.n // a_word, blocks))]
-    )
-
-
-def _write_weights(request: BuildRequest, exported: Exported, packed: bool) -> dict[str, str]:
+def _write_weights(request: BuildRequest, exported: Exported, *, in_fp16: bool) -> dict[str, str]:
     """Write one file, or shards of about `SHARD_BYTES` in the order of names; return the SHA-256 of each, by name."""
-    checkpoint, folder = exported.checkpoint, request.folder
+    checkpoint, folder, method = exported.checkpoint, request.folder, request.spec.quant_method
     shards: list[dict[str, list[StoredTensor]]] = [{}]
     held = 0
     for name, entry in checkpoint.tensors.items():
         matrix = exported.quantized.get(name)
-        own = [StoredTensor(name, NAMES[entry.dtype], entry.shape)] if matrix is None else layout(name, matrix)
+        own = [StoredTensor(name, NAMES[entry.dtype], entry.shape)] if matrix is None else layout(name, matrix, method)
         size = sum(part.size_bytes for part in own)
         if shards[-1] and held + size > SHARD_BYTES:
             shards.append({})
@@ -330,9 +369,9 @@ def _write_weights(request: BuildRequest, exported: Exported, packed: bool) -> d
                 if name in exported.changed:
                     _change(stream, places[name], checkpoint.tensors[name].dtype, name, exported.changed[name])
                 elif matrix is None:
-                    _copy(stream, places[name], checkpoint, name, packed)
+                    _copy(stream, places[name], checkpoint, name, in_fp16=in_fp16)
                 else:
-                    _write(stream, places, name, matrix)
+                    write(stream, places, name, matrix, method)
                 done += 1
                 request.progress.advance(done, total)
             stream.seek(0)
@@ -374,68 +413,18 @@ def _change(stream: BinaryIO, place: int, dtype: ir.DataType, name: str, numbers
     stream.write(stored.tobytes())
 
 
-def _copy(stream: BinaryIO, place: int, checkpoint: Checkpoint, name: str, packed: bool) -> None:
-    """Copy a tensor that stays; where codes are `packed`, servers bring it into fp16."""
+def _copy(stream: BinaryIO, place: int, checkpoint: Checkpoint, name: str, *, in_fp16: bool) -> None:
+    """Copy a tensor that stays, which servers then perhaps bring into fp16."""
     tensor = checkpoint.tensor(name)
-    if packed and tensor.dtype in (ir.DataType.FLOAT, ir.DataType.BFLOAT16):
+    if in_fp16 and tensor.dtype in (ir.DataType.FLOAT, ir.DataType.BFLOAT16):
         largest = float(np.abs(tensor.numpy().astype(np.float32)).max(initial=0))
         if largest > np.finfo(np.float16).max:
             raise UnsupportedError(
                 f"{name} has numbers up to {largest:g}, which fp16 does not hold: scales of packed codes need it",
-                hint="use quantize-channels with `dtype: fp8`, which leaves the dtype of the model alone",
+                hint="set `scales: bf16` where the model is bf16, or use quantize-channels with `dtype: fp8`",
             )
     stream.seek(place)
     tensor.tofile(stream)
-
-
-def _write(stream: BinaryIO, places: Mapping[str, int], tensor: str, matrix: Quantized) -> None:
-    """Write codes and scales, read them back, and hold them against those of the graph.
-
-    Raises:
-        VerificationError: they differ.
-    """
-    parts = {part.name: part for part in layout(tensor, matrix)}
-    layer = tensor.removesuffix(".weight")
-
-    def put(name: str, array: NDArray[Any]) -> None:
-        data = np.ascontiguousarray(array)
-        assert (data.shape, data.nbytes) == (parts[name].shape, parts[name].size_bytes), name
-        stream.seek(places[name])
-        stream.write(data.tobytes())
-
-    def get(name: str, dtype: Any) -> NDArray[Any]:
-        stream.seek(places[name])
-        return np.frombuffer(stream.read(parts[name].size_bytes), dtype).reshape(parts[name].shape)
-
-    if isinstance(matrix, ChannelMatrix):
-        codes, scales = matrix.by_output, graph.tensor(matrix.scales).numpy()
-        put(tensor, codes)
-        put(f"{layer}.weight_scale", scales[:, None])
-        same = np.array_equal(get(tensor, np.uint8), codes.view(np.uint8))
-        same &= np.array_equal(get(f"{layer}.weight_scale", "<f4")[:, 0], scales)
-        if matrix.input_scale is not None:
-            put(f"{layer}.input_scale", graph.tensor(matrix.input_scale).numpy().reshape(1))
-    else:
-        read = matrix.read()
-        put(f"{layer}.weight_packed", _words(read.codes, matrix.bits))
-        put(f"{layer}.weight_scale", read.scales.astype(np.float16))
-        put(f"{layer}.weight_shape", np.array([matrix.n, matrix.k], np.int64))
-        words = get(f"{layer}.weight_packed", "<i4")
-        same = np.array_equal(unpacked(words, matrix.bits), read.codes)
-        same &= np.array_equal(get(f"{layer}.weight_scale", "<f2").astype(np.float32), read.scales)
-        if read.zero_points is not None:
-            put(f"{layer}.weight_zero_point", _words(read.zero_points.T, matrix.bits).T)
-            points = get(f"{layer}.weight_zero_point", "<i4")
-            same &= np.array_equal(unpacked(points.T, matrix.bits).T, read.zero_points)
-    if not same:
-        raise VerificationError(f"{tensor} was not written as it was quantized")
-
-
-def unpacked(words: NDArray[np.int32], bits: int) -> NDArray[np.uint8]:
-    """Read codes [N, C], from 0 on, of words [N, C·bits/32]."""
-    places = np.arange(WORD_BITS // bits, dtype=np.uint32) * np.uint32(bits)
-    each = words.astype(np.int64)[..., None].astype(np.uint32) >> places & np.uint32(2**bits - 1)
-    return each.reshape(len(words), -1).astype(np.uint8)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> str:

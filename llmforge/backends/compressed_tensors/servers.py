@@ -1,9 +1,8 @@
 """Which servers load which of the formats that this backend writes, and how that is known.
 
-`tests/compile/test_vllm.py` runs what stands here as run or refused on a CPU; the table in docs/other-runtimes.md is
-held to this one. What was read was read in the servers' sources: vLLM 0.32.0, SGLang 0.5.23
-(`layers/quantization/compressed_tensors`), and TensorRT-LLM of
-2026-11 (`quant_config_utils.py` of its PyTorch backend).
+`tests/compile/test_vllm.py` runs what stands here as run or refused on a CPU; docs/other-runtimes.md is held to this.
+What was read was read in the servers' sources: vLLM 0.32.0, SGLang 0.5.23 (`layers/quantization/compressed_tensors`),
+and TensorRT-LLM of 2026-11 (`quant_config_utils.py` of its PyTorch backend).
 """
 
 from __future__ import annotations
@@ -13,7 +12,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 # Codes, and what is made of activations: as in the options of quantize-weights and quantize-channels.
-FormatName = Literal["int4", "int8", "int8-static", "int8-per_token", "fp8", "fp8-static", "fp8-per_token"]
+FormatName = Literal[
+    "int4",
+    "int8",
+    "int8-static",
+    "int8-per_token",
+    "fp8",
+    "fp8-static",
+    "fp8-per_token",
+    "fp8-block",
+    "nvfp4",
+    "nvfp4-modelopt",
+]
 ServerName = Literal["vLLM on CPUs", "vLLM on GPUs", "SGLang", "TensorRT-LLM"]
 VERSIONS: Mapping[ServerName, str] = {
     "vLLM on CPUs": "0.32.0", "vLLM on GPUs": "0.32.0", "SGLang": "0.5.23", "TensorRT-LLM": "of 2026-11",
@@ -59,6 +69,24 @@ SERVERS: Mapping[FormatName, Mapping[ServerName, Loads]] = {
         "TensorRT-LLM": Loads("refused", "scales of activations must be per token"),
     },
     "fp8-per_token": {"vLLM on CPUs": _RUN, "vLLM on GPUs": _READ, "SGLang": _READ, "TensorRT-LLM": _READ},
+    "fp8-block": {
+        "vLLM on CPUs": Loads("refused", "no kernel without AMX: `requires AMX tile support`"),
+        "vLLM on GPUs": _READ,
+        "SGLang": _READ,
+        "TensorRT-LLM": _READ,
+    },
+    "nvfp4": {
+        "vLLM on CPUs": Loads("refused", "no kernel: `Failed to find a kernel that can implement the NVFP4 linear`"),
+        "vLLM on GPUs": _READ,
+        "SGLang": _READ,
+        "TensorRT-LLM": Loads("refused", "it reads scales by ModelOpt's names"),
+    },
+    "nvfp4-modelopt": {
+        "vLLM on CPUs": Loads("refused", "no kernel: `Failed to find a kernel that can implement the NVFP4 linear`"),
+        "vLLM on GPUs": _READ,
+        "SGLang": _READ,
+        "TensorRT-LLM": _READ,
+    },
 }  # fmt: skip
 
 

@@ -307,9 +307,10 @@ class CumSum(Operator):
 
 class DequantizeLinear(Operator):
     codes = Input(_BYTES)
-    scales = Input(FLOATS, 0, 1)
+    scales = Input(FLOATS, 0, 1, 2)
     zero_points = OptionalInput(_BYTES)
     axis = integer(1)
+    block_size = integer(0)  # along the axis; 0: scales are of channels, or of the tensor
     y = Output(like="scales")
     lookup = True
     indivisible = "layers in codes of a channel are not divided; split the graph before quantize-channels"

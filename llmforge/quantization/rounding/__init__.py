@@ -22,7 +22,7 @@ from llmforge.quantization.grids import Float32, QuantizedMatrix, assemble
 
 VERSION = 3  # of the functions and their arguments, as rounding.c says it
 TILE = 32  # rows that are rounded side by side (rounding.h)
-_STORAGE = {"fp32": 0, "fp16": 1, "int8": 2}  # as rounding.h counts them
+_STORAGE = {"fp32": 0, "fp16": 1, "int8": 2, "bf16": 3}  # as rounding.h counts them
 _INTEGERS = ("n", "k", "block", "superblock")
 _NUMBERS = ("bits", "symmetric", "storage", "steps", "sweeps", "held", "trellis")
 _ARRAYS = (

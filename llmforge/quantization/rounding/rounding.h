@@ -8,7 +8,7 @@
 #define LANES 16 /* rows whose codes of a trellis depend on one another (llmforge/native/kernels.h) */
 #define BATCH 64 /* columns whose updates of the others are applied at once, as one matrix product */
 
-enum { SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_INT8 = 2 }; /* how scales are stored; INT8: under a bf16 superscale */
+enum { SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_INT8 = 2, SCALE_BF16 = 3 }; /* how scales are stored; INT8: under a bf16 superscale */
 
 /* A weight [n, k] and what is known of its inputs. `order` is the order in which columns are rounded; H and its factor
  * stand in that order, as do mean and feedback; the rest in the order of the columns. Without H (NULL) errors are fed

@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -21,17 +20,14 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmforge.base.errors import UsageError
-from llmforge.base.small_file import decode, read
+from llmforge.serving.http.limits import RATE_HEADERS, ApiKey, Client
 from llmforge.serving.http.responses import error_body
 from llmforge.serving.http.telemetry import UNTRACED, RequestSpan, Telemetry
 
-KEY_FILE_BYTES = 1 << 20
-SHORTEST_KEY = 16  # characters; what is shorter can be guessed
 OPEN = frozenset({"/health", "/ready"})  # what probes ask for, who have no key
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_KEY = re.compile(r"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True)
@@ -42,12 +38,12 @@ class AccessPolicy:
     the web pages that may ask from a browser, as `https://name:port`; "*": any.
     """
 
-    keys: tuple[str, ...] = ()
+    keys: tuple[ApiKey, ...] = ()
     hosts: frozenset[str] | None = None
     origins: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, host: str, keys: Sequence[str], hosts: Sequence[str], origins: Sequence[str]) -> AccessPolicy:
+    def of(cls, host: str, keys: Sequence[ApiKey], hosts: Sequence[str], origins: Sequence[str]) -> AccessPolicy:
         """Make those of a server that listens on `host`: on loopback it is reached by loopback's names alone."""
         known = frozenset(hosts) | LOOPBACK if hosts or is_loopback(host) else None
         return cls(tuple(keys), known, tuple(origins))
@@ -61,35 +57,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def read_keys(file: Path | None, variable: str | None) -> list[str]:
-    """Read API keys: one per line of a file, and those of an environment variable, separated by commas.
-
-    Raises:
-        UsageError: there is a key that is short or has other than printable ASCII characters; or the file has none.
-        InputError: the file cannot be read.
-    """
-    keys = [] if variable is None else [each.strip() for each in variable.split(",") if each.strip()]
-    if file is not None:
-        lines = decode(read(file, KEY_FILE_BYTES), file).splitlines()
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
-            raise UsageError(f"{file}: no API key; expected one per line")
-        keys += found
-    for key in keys:
-        if len(key) < SHORTEST_KEY or not _KEY.fullmatch(key):
-            raise UsageError(
-                f"an API key has {len(key)} characters; expected at least {SHORTEST_KEY}, printable ASCII, no spaces",
-                hint="make one: python -c 'import secrets; print(secrets.token_urlsafe())'",
-            )
-    return keys
-
-
 @dataclass(eq=False)
 class ServerState:
-    """Whether the server takes new calls, and how many it is answering; used in the event loop alone."""
+    """Whether the server takes new calls, and how many it is answering, of whom; used in the event loop alone."""
 
     draining: bool = False
     active: int = 0
+    clients: Sequence[Client] = ()  # one of each key
 
 
 class AuthMiddleware:
@@ -117,12 +91,13 @@ class AuthMiddleware:
                 allow_origins=policy.origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["Authorization", "Content-Type", "X-Request-Id", "traceparent", "tracestate"],
-                expose_headers=["X-Request-Id", "Retry-After"],
+                expose_headers=["X-Request-Id", "Retry-After", *RATE_HEADERS],
             )
         self._app = app
         self._policy = policy
         self._state = state
-        self._keys = [key.encode() for key in policy.keys]
+        state.clients = [Client(key) for key in policy.keys]
+        self._keys = [key.secret.encode() for key in policy.keys]
         self._log = log
         self._telemetry = telemetry
 
@@ -144,7 +119,10 @@ class AuthMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                written = MutableHeaders(scope=message)
+                written["X-Request-Id"] = request_id
+                if (client := state.get("client")) is not None:
+                    written.update(dict(client.headers()))
             await send(message)
 
         self._state.active += 1
@@ -180,6 +158,7 @@ class AuthMiddleware:
         given = token.strip().encode("latin-1", "replace")
         known = [hmac.compare_digest(given, key) for key in self._keys]  # all of them, in equal time
         if scheme.lower() == "bearer" and any(known):
+            scope["state"]["client"] = self._state.clients[known.index(True)]
             return None
         message = "the API key is missing or wrong; expected the header Authorization: Bearer KEY"
         body = error_body(UsageError(message))

@@ -20,16 +20,19 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
-from llmforge.serving.http import bodies, openapi
+from llmforge.serving.http import bodies, openapi, responses_call
 from llmforge.serving.http.access import ServerState
 from llmforge.serving.http.call_stream import CallStream
 from llmforge.serving.http.completion_call import CompletionCall, adapter_of, chat_call, served, text_call
+from llmforge.serving.http.limits import Client, RateLimited
 from llmforge.serving.http.metrics import ServerMetrics
 from llmforge.serving.http.responses import ResponseWriter, TokenBytes, error_body, status
+from llmforge.serving.http.responses_call import ResponsesCall
+from llmforge.serving.http.responses_output import ResponsesWriter
 from llmforge.serving.http.telemetry import RequestSpan
 from llmforge.serving.interface import Serving
 from llmforge.serving.prompts import PromptEncoder
-from llmforge.serving.protocol import client_json, tools
+from llmforge.serving.protocol import client_json, reasoning, tools
 from llmforge.serving.protocol.client_json import JsonLimits
 from llmforge.serving.protocol.messages import encode_messages
 from llmforge.serving.request import Chunk, Usage
@@ -54,6 +57,7 @@ def create_app(engine: Serving, model: str, state: ServerState | None = None) ->
         Route("/v1/models/{name:path}", server.model),
         Route("/v1/chat/completions", functools.partial(server.complete, chat_call), methods=["POST"]),
         Route("/v1/completions", functools.partial(server.complete, text_call), methods=["POST"]),
+        Route("/v1/responses", server.respond, methods=["POST"]),
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/health", server.health),
@@ -72,7 +76,7 @@ class _Endpoints:
         self._state = state
         self._model = model
         self._created = int(time.time())
-        self._metrics = ServerMetrics(engine)
+        self._metrics = ServerMetrics(engine, state)
         self._token_bytes = TokenBytes(engine.encoder.tokenizer)
         self._limits = JsonLimits.of(engine.encoder)
         self.document: dict[str, Any] = {}
@@ -81,31 +85,71 @@ class _Endpoints:
     async def complete(
         self, parse: Callable[[Any, PromptEncoder, str], CompletionCall], http: HttpRequest
     ) -> Response | EventStream:
-        span: RequestSpan | None = http.scope.get("state", {}).get("span")
-        try:
-            self._check_draining()
-            data = await bodies.read(http, self._limits)
-            call = await self._in_thread(data, lambda body: parse(body, self._engine.encoder, self._model))
-            if span is not None:
-                span.call(call)
-            sequences = CallStream(self._engine, call, self._metrics, span)
-            await sequences.submit()
-        except ForgeError as error:
-            self._metrics.refused(error)
-            raise
+        def read(body: Any) -> tuple[CompletionCall, None]:
+            return parse(body, self._engine.encoder, self._model), None
+
+        call, sequences, _, span = await self._begin(http, read)
         writer = ResponseWriter(call, self._token_bytes)
         if span is not None:
             span.reasons = writer.finish_reasons
         if call.stream:
             return EventStream(_events(sequences, writer, call, span), sequences)
-        chunks: list[list[Chunk]] = [[] for _ in call.requests]
+        chunks = await self._collect(http, sequences)
+        return Response(status_code=CLIENT_LEFT) if chunks is None else JSONResponse(writer.completion(chunks))
+
+    async def respond(self, http: HttpRequest) -> Response | EventStream:
+        """Answer a call of the Responses API."""
+
+        def read(body: Any) -> tuple[CompletionCall, ResponsesCall]:
+            asked = responses_call.read(body, self._engine.encoder, self._model)
+            return asked.call, asked
+
+        call, sequences, asked, span = await self._begin(http, read)
+        writer = ResponsesWriter(asked)
+        if span is not None:
+            span.reasons = writer.finish_reasons
+        if call.stream:
+            return EventStream(_response_events(sequences, writer, span), sequences)
+        chunks = await self._collect(http, sequences)
+        return Response(status_code=CLIENT_LEFT) if chunks is None else JSONResponse(writer.response(chunks[0]))
+
+    async def _collect(self, http: HttpRequest, sequences: CallStream) -> list[list[Chunk]] | None:
+        """Wait for all chunks of all choices; None: the client left."""
+        chunks: list[list[Chunk]] = [[] for _ in range(sequences.choices)]
         async with _cancelled_on_disconnect(http.receive, sequences):
             async for batch in sequences.batches():
                 for index, chunk in batch:
                     chunks[index].append(chunk)
-        if sequences.abandoned:
-            return Response(status_code=CLIENT_LEFT)
-        return JSONResponse(writer.completion(chunks))
+        return None if sequences.abandoned else chunks
+
+    async def _begin(
+        self, http: HttpRequest, parse: Callable[[Any], tuple[CompletionCall, T]]
+    ) -> tuple[CompletionCall, CallStream, T, RequestSpan | None]:
+        """Read a call, and hand it to the engine.
+
+        Raises:
+            ForgeError: it makes no sense, or there is no room for it.
+        """
+        known = http.scope.get("state", {})
+        span: RequestSpan | None = known.get("span")
+        client: Client | None = known.get("client")
+        try:
+            self._check_draining()
+            with contextlib.ExitStack() as refused:
+                if client is not None:
+                    client.begin()
+                    refused.callback(client.end)
+                data = await bodies.read(http, self._limits)
+                call, more = await self._in_thread(data, parse)
+                if span is not None:
+                    span.call(call)
+                sequences = CallStream(self._engine, call, self._metrics, span, client)
+                refused.pop_all()
+            await sequences.submit()
+        except ForgeError as error:
+            self._metrics.refused(error)
+            raise
+        return call, sequences, more, span
 
     async def models(self, http: HttpRequest) -> Response:
         return JSONResponse({"object": "list", "data": list(map(self._description, self._served()))})
@@ -124,7 +168,8 @@ class _Endpoints:
                 raise UsageError("expected an object with either prompt (a string) or messages")
             if "messages" in body:
                 use = tools.read(body, encoder)
-                return encode_messages(body["messages"], encoder, () if use is None else use.tools)
+                variables = reasoning.variables(body, encoder.template)
+                return encode_messages(body["messages"], encoder, () if use is None else use.tools, variables)
             if not isinstance(body["prompt"], str):
                 raise UsageError("prompt: expected a string")
             return encoder.encode(body["prompt"])
@@ -229,6 +274,26 @@ async def _events(
     yield b"data: [DONE]\n\n"
 
 
+async def _response_events(
+    sequences: CallStream, writer: ResponsesWriter, span: RequestSpan | None
+) -> AsyncGenerator[bytes, None]:
+    """Write the events of a stream of the Responses API."""
+    yield b"".join(map(_named_event, writer.begin()))
+    try:
+        async with contextlib.aclosing(sequences.batches()) as batches:
+            async for batch in batches:
+                if events := [event for _, chunk in batch for event in writer.events(chunk)]:
+                    yield b"".join(map(_named_event, events))
+    except ForgeError as error:
+        if span is not None:
+            span.failed(str(status(error)))
+        yield b"".join(map(_named_event, writer.fail(error)))
+
+
+def _named_event(value: dict[str, Any]) -> bytes:
+    return b"event: " + str(value["type"]).encode() + b"\n" + _event(value)
+
+
 def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
@@ -252,7 +317,9 @@ async def _cancelled_on_disconnect(receive: Receive, sequences: CallStream) -> A
 
 def _refusal(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, ForgeError)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if isinstance(error, Unavailable) else {}
+    headers = {}
+    if isinstance(error, Unavailable):
+        headers["Retry-After"] = str(error.retry_s if isinstance(error, RateLimited) else RETRY_AFTER_S)
     if isinstance(error, client_json.TooLarge | bodies.TooSlow):
         headers["Connection"] = "close"  # what still comes of the body is not waited for
     return JSONResponse(error_body(error), status(error), headers)

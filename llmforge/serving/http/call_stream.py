@@ -7,11 +7,13 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from starlette.concurrency import run_in_threadpool
 
 from llmforge.base.errors import ForgeError, Unavailable
 from llmforge.serving.http.completion_call import CompletionCall
+from llmforge.serving.http.limits import Client
 from llmforge.serving.http.metrics import ServerMetrics
 from llmforge.serving.http.responses import RequestTimeout
 from llmforge.serving.http.telemetry import RequestSpan
@@ -31,10 +33,19 @@ class CallStream:
     """
 
     def __init__(
-        self, engine: Serving, call: CompletionCall, metrics: ServerMetrics, span: RequestSpan | None = None
+        self,
+        engine: Serving,
+        call: CompletionCall,
+        metrics: ServerMetrics,
+        span: RequestSpan | None = None,
+        client: Client | None = None,
     ) -> None:
         self._engine = engine
+        self._n = call.n
+        self._client = client  # whose call it is, that has begun
         self._requests = call.requests
+        if client is not None:
+            self._requests = tuple(replace(request, client=client.name) for request in call.requests)
         self._metrics = metrics
         self._span = span
         self._loop = asyncio.get_running_loop()
@@ -44,6 +55,11 @@ class CallStream:
         self.abandoned = False
         self._submitted = 0.0
         self._last_token_s: dict[int, float] = {}  # when the last token of each choice was sampled
+
+    @property
+    def choices(self) -> int:
+        """How many there are, of all prompts."""
+        return len(self._requests)
 
     async def submit(self) -> None:
         """Hand all requests to the engine, or none; in a thread, for a constraint may take long to compile.
@@ -58,6 +74,8 @@ class CallStream:
         except BaseException:  # a cancelled task, too, leaves nothing that runs
             self.abandon()
             raise
+        if self._client is not None:
+            self._client.use(sum(len(request.prompt) for request in self._requests[:: self._n]), "prompt tokens")
 
     def _submit(self) -> None:
         for index, request in enumerate(self._requests):
@@ -74,6 +92,7 @@ class CallStream:
                 self._engine.cancel(ticket)
                 self._metrics.ended("cancelled", time.perf_counter() - self._submitted)
         self._unfinished.clear()
+        self._end()
         self._items.put_nowait(None)
 
     async def batches(self) -> AsyncGenerator[list[tuple[int, Chunk]], None]:
@@ -95,21 +114,34 @@ class CallStream:
     def _chunk(self, index: int, chunk: Chunk | ForgeError, time_s: float) -> tuple[int, Chunk]:
         """Count an item, and raise it if it is an error."""
         if isinstance(chunk, ForgeError):
-            self._unfinished.discard(index)
+            self._finish(index)
             self._metrics.failed()
             raise chunk
         if chunk.token_id is not None:
+            if self._client is not None:
+                self._client.use(1, "output tokens")
             first = index not in self._last_token_s
             self._metrics.token(time_s - self._last_token_s.get(index, self._submitted), first)
             self._last_token_s[index] = time_s
         if chunk.finish_reason is not None:
-            self._unfinished.discard(index)
+            self._finish(index)
             self._metrics.ended(chunk.finish_reason, time_s - self._submitted)
         if chunk.finish_reason == "timeout":
             raise RequestTimeout("the answer was not complete by its deadline", hint="request fewer tokens")
         if chunk.finish_reason == "cancelled":
             raise Unavailable("the server is shutting down")
         return index, chunk
+
+    def _finish(self, index: int) -> None:
+        self._unfinished.discard(index)
+        if not self._unfinished:
+            self._end()
+
+    def _end(self) -> None:
+        """Say, once, that the call is done."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.end()
 
     def _receive(self, index: int, submitted_s: float, item: Chunk | ForgeError) -> None:
         """Take an item in the engine's thread."""

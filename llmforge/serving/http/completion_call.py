@@ -15,8 +15,9 @@ from typing import Any, Literal
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.parameters import NAMES, samplings_of
 from llmforge.serving.prompts import PromptEncoder
-from llmforge.serving.protocol import tools
+from llmforge.serving.protocol import reasoning, tools
 from llmforge.serving.protocol.messages import encode_messages
+from llmforge.serving.protocol.reasoning import Reasoning, ReasoningParser
 from llmforge.serving.protocol.tool_calls import CallParser
 from llmforge.serving.request import Request
 
@@ -32,12 +33,14 @@ IGNORED = frozenset({"user", "metadata", "service_tier", "store", "safety_identi
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
+    "chat_template_kwargs": ({},),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
+    "reasoning_effort": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -65,6 +68,7 @@ class CompletionCall:
     stream: bool
     include_usage: bool  # a stream ends with a chunk of token counts
     parser: Callable[[], CallParser] | None = None  # of calls in an answer, one for each; None: none are looked for
+    reasoning: Callable[[], ReasoningParser] | None = None  # of thoughts in an answer, likewise
 
     @property
     def logprobs(self) -> bool:
@@ -82,14 +86,27 @@ def chat_call(body: Any, encoder: PromptEncoder, model: str) -> CompletionCall:
     Raises:
         UsageError: the body makes no sense; says what, and what is allowed.
     """
-    fields = _fields(body, encoder, model, tools.FIELDS)
-    use = tools.read(fields, encoder)
+    fields = _fields(body, encoder, model, tools.FIELDS | reasoning.FIELDS)
+    use, variables = tools.read(fields, encoder), reasoning.variables(fields, encoder.template)
     shown = () if use is None else use.tools
     adapter = adapter_of(fields["model"], model, encoder.config.adapters)
-    call = _call("chat", fields, {}, 1, adapter, lambda: [encode_messages(fields.get("messages"), encoder, shown)])
-    if use is None:
+
+    def encode() -> list[list[int]]:
+        return [encode_messages(fields.get("messages"), encoder, shown, variables)]
+
+    call = _call("chat", fields, {}, 1, adapter, encode)
+    if use is not None:
+        call = replace(call, requests=tuple(use.applied(each) for each in call.requests), parser=use.parser)
+    tags = Reasoning.find(encoder)
+    if tags is None:
         return call
-    return replace(call, requests=tuple(use.applied(each) for each in call.requests), parser=use.parser)
+    first = call.requests[0]
+    special = first.special_tokens | tags.special_tokens
+    return replace(
+        call,
+        requests=tuple(replace(each, special_tokens=special) for each in call.requests),
+        reasoning=tags.parser(first.prompt, encoder, first.sampling),
+    )
 
 
 def text_call(body: Any, encoder: PromptEncoder, model: str) -> CompletionCall:
@@ -176,7 +193,7 @@ def _call(
 ) -> CompletionCall:
     """Make a call of `count` prompts, which `encode` gives, of one adapter: what takes time comes last."""
     stream, include_usage = _stream(fields)
-    given = {name: value for name, value in fields.items() if name not in OWN | tools.FIELDS}
+    given = {name: value for name, value in fields.items() if name not in OWN | tools.FIELDS | reasoning.FIELDS}
     samplings = samplings_of({"temperature": TEMPERATURE, **defaults, **given})
     if count * len(samplings) > MAX_CHOICES:
         raise UsageError(

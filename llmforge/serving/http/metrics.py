@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from llmforge.base.errors import ForgeError
+from llmforge.serving.http.access import ServerState
 from llmforge.serving.interface import Serving
 from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, ITL, TTFT, refusal
 
@@ -20,7 +21,7 @@ _LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 class ServerMetrics:
     """Figures of one server, in a registry of its own; those of the engine are read from it at every scrape."""
 
-    def __init__(self, engine: Serving) -> None:
+    def __init__(self, engine: Serving, state: ServerState) -> None:
         registry = CollectorRegistry()
         self._registry = registry
         self._answers = Counter(*ANSWERS, ["finish_reason"], registry=registry)
@@ -30,6 +31,7 @@ class ServerMetrics:
             "llmforge_request_seconds", "From the request to its end", registry=registry, buckets=_LATENCY_BUCKETS
         )
         self._engine = engine
+        self._state = state
         registry.register(self)  # prometheus_client.registry.Collector
 
     def token(self, seconds: float, first: bool) -> None:
@@ -65,3 +67,20 @@ class ServerMetrics:
         for rows, count in sorted(stats.steps.items()):
             steps.add_metric([str(rows)], count)
         yield steps
+        if self._state.clients:
+            yield from self._of_keys()
+
+    def _of_keys(self) -> Iterator[Metric]:
+        """Yield what each API key has asked for, and what it was refused."""
+        requests = CounterMetricFamily("llmforge_key_requests", "Calls taken on, by API key", labels=["key"])
+        tokens = CounterMetricFamily("llmforge_key_tokens", "Tokens, by API key", labels=["key", "kind"])
+        limited = CounterMetricFamily("llmforge_key_limited", "Calls over a limit of a key", labels=["key", "limit"])
+        active = GaugeMetricFamily("llmforge_key_active", "Calls being answered, by API key", labels=["key"])
+        for client in self._state.clients:
+            requests.add_metric([client.name], client.counts["requests"])
+            for kind in ("prompt", "output"):
+                tokens.add_metric([client.name, kind], client.counts[f"{kind} tokens"])
+            for limit, count in client.refused.items():
+                limited.add_metric([client.name, limit], count)
+            active.add_metric([client.name], client.active)
+        yield from (requests, tokens, limited, active)

@@ -13,9 +13,16 @@ from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable, Unsu
 from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.serving.http.bodies import NotJson, TooSlow
 from llmforge.serving.http.completion_call import PARAMETERS, CompletionCall, UnknownModel
-from llmforge.serving.protocol.answer import AnswerReader, call_deltas, text_of, whole_calls
+from llmforge.serving.http.limits import RateLimited
+from llmforge.serving.protocol.answer import (
+    AnswerPiece,
+    AnswerReader,
+    call_deltas,
+    text_of,
+    thoughts_of,
+    whole_calls,
+)
 from llmforge.serving.protocol.client_json import TooLarge
-from llmforge.serving.protocol.tool_calls import Piece
 from llmforge.serving.request import Chunk, Usage
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # SentencePiece's byte fallback
@@ -77,6 +84,7 @@ STATUSES = {
     "413": "A body over the limits.",
     "415": "A body that is compressed, or does not say that it is JSON.",
     "421": "Another host name than this server's.",
+    "429": "The key has asked for all that it may for now; Retry-After says when it may again.",
     "503": "The queue is full, or the server is shutting down.",
     "504": "Not complete within the time limit.",
 }
@@ -114,6 +122,8 @@ def _kind(error: ForgeError) -> tuple[int, str, str | None]:
     """Give the HTTP status of an error, and what OpenAI calls its type and code."""
     if isinstance(error, UnknownModel):
         return 404, "invalid_request_error", "model_not_found"
+    if isinstance(error, RateLimited):
+        return 429, error.limit, "rate_limit_exceeded"
     if isinstance(error, Unavailable):
         return 503, "server_overloaded", "unavailable"
     if isinstance(error, RequestTimeout):
@@ -136,7 +146,7 @@ class ResponseWriter:
     def chunk_event(self, index: int, chunk: Chunk) -> dict[str, Any] | None:
         """Write one chunk of choice `index` as an event of a stream; None where it says nothing."""
         logprobs = self._logprobs(index, [chunk])
-        pieces, reason = self._pieces(index, chunk.text, chunk.finish_reason)
+        pieces, reason = self._pieces(index, [chunk])
         if not (pieces or reason or logprobs):
             return None
         choice: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": reason}
@@ -157,25 +167,30 @@ class ResponseWriter:
         """Write the response to a call that is not streamed, from the chunks of each choice."""
         choices = []
         for index, chunks in enumerate(outputs):
-            text, reason = "".join(chunk.text for chunk in chunks), chunks[-1].finish_reason
-            pieces, reason = self._pieces(index, text, reason)
+            pieces, reason = self._pieces(index, chunks)
             choice = {"index": index, "logprobs": self._logprobs(index, chunks), "finish_reason": reason}
             if self._call.kind == "text":
-                choice["text"] = text
+                choice["text"] = "".join(chunk.text for chunk in chunks)
             else:
                 choice["message"] = {"role": "assistant", "refusal": None, **_message(pieces)}
             choices.append(choice)
         usages = [chunk.usage for chunks in outputs for chunk in chunks if chunk.usage is not None]
         return {**self._response(choices), "usage": self._usage(usages)}
 
-    def _pieces(self, index: int, text: str, reason: str | None) -> tuple[list[Piece], str | None]:
-        """Find the calls in the next text of a choice; say why it ended, where it does."""
+    def _pieces(self, index: int, chunks: Sequence[Chunk]) -> tuple[list[AnswerPiece], str | None]:
+        """Find thoughts and calls in the next chunks of a choice; say why it ended, where it does."""
+        call = self._call
         if index not in self._readers:
-            self._readers[index] = AnswerReader(self._call.parser and self._call.parser())
-        pieces, reason = self._readers[index].read(text, reason)
+            self._readers[index] = AnswerReader(call.parser and call.parser(), call.reasoning and call.reasoning())
+        found, reason = list[AnswerPiece](), None
+        for chunk in chunks:
+            pieces, reason = self._readers[index].read(
+                chunk.text, chunk.finish_reason, tokens=chunk.token_id is not None
+            )
+            found += pieces
         if reason is not None:
             self.finish_reasons[index] = reason
-        return pieces, reason
+        return found, reason
 
     def _response(self, choices: list[dict[str, Any]], *, chunk: bool = False) -> dict[str, Any]:
         call = self._call
@@ -188,11 +203,14 @@ class ResponseWriter:
         """Count tokens: those of a prompt once, however many choices it has."""
         prompts = usages[:: self._call.n]
         prompt, output = sum(each.prompt_tokens for each in prompts), sum(each.output_tokens for each in usages)
+        thought = [each.reasoning_tokens for each in self._readers.values() if each.reasoning_tokens is not None]
+        details = {"completion_tokens_details": {"reasoning_tokens": sum(thought)}} if thought else {}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": output,
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in prompts)},
+            **details,
         }
 
     def _logprobs(self, index: int, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
@@ -225,9 +243,11 @@ class ResponseWriter:
         }
 
 
-def _delta(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _delta(pieces: Sequence[AnswerPiece]) -> dict[str, Any]:
     """Write pieces of an answer as a change of its message."""
     delta: dict[str, Any] = {}
+    if thoughts := thoughts_of(pieces):
+        delta["reasoning_content"] = thoughts
     if content := text_of(pieces):
         delta["content"] = content
     if calls := call_deltas(pieces):
@@ -235,12 +255,12 @@ def _delta(pieces: Sequence[Piece]) -> dict[str, Any]:
     return delta
 
 
-def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
+def _message(pieces: Sequence[AnswerPiece]) -> dict[str, Any]:
     """Write all pieces of an answer as a message."""
-    delta = _delta(pieces)
-    if "tool_calls" not in delta:
-        return {"content": delta.get("content", "")}
-    return {"content": delta.get("content"), "tool_calls": whole_calls(delta["tool_calls"])}
+    message = _delta(pieces)
+    if "tool_calls" in message:
+        return {"content": None, **message, "tool_calls": whole_calls(message["tool_calls"])}
+    return {"content": "", **message}
 
 
 def _text(data: bytes) -> str:

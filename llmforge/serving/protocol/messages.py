@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from llmforge.base.errors import InputError, UsageError
 from llmforge.serving.prompts import PromptEncoder
 
 
-def encode_messages(value: Any, encoder: PromptEncoder, shown: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+def encode_messages(
+    value: Any,
+    encoder: PromptEncoder,
+    shown: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] = MappingProxyType({}),
+) -> list[int]:
     """Make the prompt of a conversation, in which the model is shown tools; parts of text are joined by line breaks.
+
+    `variables` are the chat template's own.
 
     Raises:
         UsageError: the messages are no list of objects with `role` and `content`, hold something other than text, or
@@ -20,7 +28,7 @@ def encode_messages(value: Any, encoder: PromptEncoder, shown: Sequence[Mapping[
         raise UsageError('messages: expected a list of {"role": …, "content": …}, not empty')
     messages = [_message(each, f"messages[{i}]") for i, each in enumerate(value)]
     try:
-        return encoder.encode_chat(messages, shown)
+        return encoder.encode_chat(messages, shown, variables)
     except InputError as error:  # of the template, on these messages: the caller's fault
         raise UsageError(error.message, hint=error.hint) from error
 

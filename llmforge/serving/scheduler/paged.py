@@ -40,7 +40,7 @@ from llmforge.serving.interface import EngineOptions
 from llmforge.serving.scheduler.base import Scheduler
 from llmforge.serving.scheduler.run_ahead import Decoding, temperatures
 from llmforge.serving.scheduler.slot_scheduler import SlotScheduler
-from llmforge.serving.sequence import Sequence
+from llmforge.serving.sequence import Sequence, next_waiting
 from llmforge.serving.speculation import Speculation
 
 # Tokens in common that are worth a copy: a copy for each layer costs about what a few tokens of a prompt cost.
@@ -108,10 +108,11 @@ class PagedScheduler(Scheduler[PagedCache]):
 
     def _admit(self) -> None:
         while self.waiting and len(self._tables) < self._cache.batch:
-            table = self._open(self.waiting[0])
+            sequence = next_waiting(self.waiting, self._tables)
+            table = self._open(sequence)
             if table is None:
                 return
-            sequence = self.waiting.popleft()
+            self.waiting.remove(sequence)
             self._tables[sequence] = table
             if sequence.started is None:
                 sequence.started = self._clock()

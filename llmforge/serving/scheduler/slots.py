@@ -8,7 +8,7 @@ from typing import Generic
 from llmforge.base.errors import UsageError
 from llmforge.runtime.interface import C, Decoder
 from llmforge.serving.prefix_cache import BLOCK, PrefixCache
-from llmforge.serving.sequence import Sequence
+from llmforge.serving.sequence import Sequence, next_waiting
 
 # Tokens whose keys and values are copied in about the time that one more row costs a decode step: a row of a model of
 # 0.6 B takes some 5 ms of one core, in which it copies 15 MB, which are 64 tokens in fp32 (28 layers, 8 heads of 128).
@@ -64,10 +64,11 @@ class Slots(Generic[C]):
         }
 
     def admit(self, waiting: deque[Sequence]) -> None:
-        """Give free slots to those that wait longest."""
+        """Give free slots to those that wait, clients in turns."""
         for slot, taken in enumerate(self.taken):
             if taken is None and waiting:
-                sequence = waiting.popleft()
+                sequence = next_waiting(waiting, filter(None, self.taken))
+                waiting.remove(sequence)
                 sequence.slot = slot
                 self.taken[slot] = sequence
 

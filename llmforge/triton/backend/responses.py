@@ -21,8 +21,7 @@ from tokenizers import Tokenizer
 from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.serving.interface import Serving
-from llmforge.serving.protocol.answer import AnswerReader, call_deltas, text_of, whole_calls
-from llmforge.serving.protocol.tool_calls import Piece
+from llmforge.serving.protocol.answer import AnswerPiece, AnswerReader, call_deltas, text_of, whole_calls
 from llmforge.serving.request import Chunk
 from llmforge.serving.sequence import Ticket
 from llmforge.triton.backend import signature
@@ -46,7 +45,7 @@ class ActiveRequest:
     arrived: float  # on the clock of `time.perf_counter`
     ticket: Ticket | None = None
     chunks: list[Chunk] = field(default_factory=list)  # that no response holds yet
-    pieces: list[Piece] = field(default_factory=list)  # of their text, as far as it is known what it is
+    pieces: list[AnswerPiece] = field(default_factory=list)  # of their text, as far as it is known what it is
     output_tokens: int = 0  # in the responses so far
     last_token: float | None = None  # when it was made
     reason: str | None = None  # why it ended, as the client is told

@@ -19,7 +19,7 @@ from cryptography import x509
 from starlette.testclient import TestClient
 
 from llmforge.artifact import Artifact
-from llmforge.base.errors import InputError, UsageError
+from llmforge.base.errors import InputError
 from llmforge.serving import Engine, load
 from llmforge.serving import http as serve
 from llmforge.serving.http.app import create_app
@@ -28,6 +28,7 @@ from llmforge.serving.http.server import Address, make_server
 from ...samples.small_artifact import publish_small
 
 KEYS = ("0123456789abcdef", "fedcba9876543210")
+API_KEYS = tuple(serve.ApiKey(key, f"key-{number}") for number, key in enumerate(KEYS, 1))
 ROOT = Path(__file__).parents[3]
 
 
@@ -54,7 +55,7 @@ def client(
 
 
 def test_one_of_the_keys_is_wanted_everywhere_but_by_probes(engine: Engine) -> None:
-    asking = client(engine, serve.AccessPolicy(keys=KEYS))
+    asking = client(engine, serve.AccessPolicy(keys=API_KEYS))
     for path in ("/v1/models", "/metrics", "/nothing"):
         cases: list[dict[str, str | bytes]] = [
             {},
@@ -71,23 +72,6 @@ def test_one_of_the_keys_is_wanted_everywhere_but_by_probes(engine: Engine) -> N
     for key in KEYS:
         assert asking.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
     assert asking.get("/health").status_code == asking.get("/ready").status_code == 200
-
-
-def test_keys_are_read_from_a_file_and_the_environment(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text(f"# of two teams\n{KEYS[0]}\n\n")
-    assert serve.read_keys(file, f" {KEYS[1]}, ") == [KEYS[1], KEYS[0]]
-    assert serve.read_keys(None, None) == []
-    for text, says in (
-        ("# none\n", "no API key"),
-        ("short\n", "5 characters; expected at least 16"),
-        ("é" * 20, "printable"),
-    ):
-        file.write_text(text)
-        with pytest.raises(UsageError, match=says):
-            serve.read_keys(file, None)
-    with pytest.raises(InputError):
-        serve.read_keys(tmp_path / "none", None)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +98,7 @@ def test_pages_of_other_sites_are_refused_unless_they_are_allowed(engine: Engine
     assert client(engine, serve.AccessPolicy()).get("/v1/models", headers=page).status_code == 403
     own = {"Origin": "http://127.0.0.1:8000"}
     assert client(engine, serve.AccessPolicy()).get("/v1/models", headers=own).status_code == 200
-    asking = client(engine, serve.AccessPolicy(keys=KEYS, origins=("https://page.example",)))
+    asking = client(engine, serve.AccessPolicy(keys=API_KEYS, origins=("https://page.example",)))
     asked = {**page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     preflight = asking.options("/v1/completions", headers=asked)
     assert preflight.status_code == 200

@@ -25,12 +25,14 @@ TEXT: dict[str, Any] = {"prompt": "Well", "max_tokens": 3}
 CALLS = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
 # A value of each field that a call may have, besides the one that is its prompt.
 VALUES: dict[str, Any] = {
-    "audio": None, "best_of": 1, "echo": False, "frequency_penalty": 0.5, "function_call": "none", "functions": [],
+    "audio": None, "best_of": 1, "chat_template_kwargs": {},
+    "echo": False, "frequency_penalty": 0.5, "function_call": "none", "functions": [],
     "guided_choice": ["a"], "guided_grammar": 'start: "a"', "guided_json": {"type": "boolean"},
     "guided_json_object": True, "guided_regex": "a", "ignore_eos": True, "include_stop_str_in_output": True,
     "logit_bias": {"7": 1.5}, "logprobs": True, "max_completion_tokens": 3, "max_tokens": 3, "metadata": {"a": "b"},
     "min_p": 0.1, "min_tokens": 1, "modalities": ["text"], "model": "small", "n": 2, "parallel_tool_calls": True,
-    "prediction": None, "presence_penalty": 0.5, "prompt_cache_key": "a", "random_seed": 3, "repetition_penalty": 1.1,
+    "prediction": None, "presence_penalty": 0.5, "prompt_cache_key": "a", "random_seed": 3, "reasoning_effort": None,
+    "repetition_penalty": 1.1,
     "response_format": {"type": "text"}, "safety_identifier": "a", "seed": 3, "service_tier": "auto", "stop": ["a"],
     "stop_token_ids": [9], "stop_words": "a", "store": False, "stream": False, "stream_options": {}, "suffix": "",
     "structured_outputs": {"regex": "a"}, "temperature": 0.5, "tool_choice": "none", "tools": [], "top_k": 3,
