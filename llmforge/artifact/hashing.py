@@ -7,6 +7,7 @@ refused: its seal would tell of something else than its evidence.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -42,17 +43,21 @@ class Hashing:
         self._begun[file] = _status(file), self._pool.submit(_hash, file)
         self._pool.submit(_sync, file)
 
-    def begin_all(self) -> None:
-        """Begin with all files that are there and were not begun, but those in hidden folders, which do not stay.
+    def begin_content(self) -> None:
+        """Begin with all content that is there and was not begun; no more of it is written."""
+        self._begin(lambda path: not path.startswith("."))  # hidden folders do not stay
 
-        Of content no more is written, of evidence its record.
-        """
-        for path in sorted(sealed.walk(self._folder)):
-            if not path.startswith(".") and self._folder / path not in self._begun:
+    def begin_evidence(self) -> None:
+        """Begin with the evidence, of which no more is written but its record."""
+        self._begin(lambda path: not path.startswith(".") and not sealed.is_content(path))
+
+    def _begin(self, of: Callable[[str], bool]) -> None:
+        for path in filter(of, sorted(sealed.walk(self._folder))):
+            if self._folder / path not in self._begun:
                 self.begin(self._folder / path)
 
     def sha256(self, file: Path) -> str:
-        """Return the SHA-256 that `file` had when it was begun, once it is there.
+        """Return the SHA-256 that `file` had when it was begun, once it is known.
 
         Raises:
             VerificationError: it is another file by now, or came after all were begun.

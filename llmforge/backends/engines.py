@@ -68,6 +68,7 @@ class BuiltEngine:
     facts: Mapping[str, str] = field(default_factory=dict)  # what else is known of it, for a reader
     graph: ir.Model | None = None  # what was written, where the folder holds no graph
     notes: tuple[str, ...] = ()  # what a reader should know of this build
+    written: Mapping[str, str] = field(default_factory=dict)  # SHA-256 of what was written, by name
 
     @classmethod
     def built(
@@ -78,10 +79,12 @@ class BuiltEngine:
         notes: Sequence[str] = (),
         *,
         graph_: ir.Model | None = None,
+        written: Mapping[str, str] | None = None,
     ) -> BuiltEngine:
         """Describe what lies in the folder of `request`, once it is all there; `graph_`: where no graph does."""
         size_bytes = sum(file.stat().st_size for file in request.folder.iterdir())
-        return cls(request.folder, config, graph.nodes(request.model), size_bytes, facts or {}, graph_, tuple(notes))
+        nodes, known = graph.nodes(request.model), written or {}
+        return cls(request.folder, config, nodes, size_bytes, facts or {}, graph_, tuple(notes), known)
 
 
 class EngineBuilder(Protocol):

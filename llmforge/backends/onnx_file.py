@@ -15,20 +15,23 @@ from llmforge.ir import onnx_file
 from llmforge.runtime.config import DATA_FILE, MODEL_FILE, rank_file
 
 
-def write(model: ir.Model, folder: Path, progress: Progress) -> None:
-    """Write `model.onnx` and stream its larger initializers, in the order of their names, to `model.onnx.data`."""
-    onnx_file.write([_stripped(model)], [folder / MODEL_FILE], [folder / DATA_FILE], progress=progress)
+def write(model: ir.Model, folder: Path, progress: Progress) -> dict[str, str]:
+    """Write `model.onnx` and stream its larger initializers, in the order of their names, to `model.onnx.data`.
+
+    Returns the SHA-256 of what was written, by the names of files.
+    """
+    return onnx_file.write([_stripped(model)], [folder / MODEL_FILE], [folder / DATA_FILE], progress=progress)
 
 
-def write_ranks(models: Sequence[ir.Model], folder: Path, progress: Progress) -> None:
+def write_ranks(models: Sequence[ir.Model], folder: Path, progress: Progress) -> dict[str, str]:
     """Write the graph of each rank (`rank_file`), and its larger initializers.
 
     Those that are one tensor in the graphs of all ranks, under one name, are written once, to `model.onnx.data`; what
-    a rank has for itself lies beside its graph.
+    a rank has for itself lies beside its graph. Returns the SHA-256 of what was written, by the names of files.
     """
     files = [folder / rank_file(rank) for rank in range(len(models))]
     data = [file.with_name(f"{file.name}.data") for file in files]
-    onnx_file.write([*map(_stripped, models)], files, data, folder / DATA_FILE, progress=progress)
+    return onnx_file.write([*map(_stripped, models)], files, data, folder / DATA_FILE, progress=progress)
 
 
 def _stripped(model: ir.Model) -> ir.Model:

@@ -61,8 +61,11 @@ class Pending:
 
 def write(
     request: BuildRequest, *, weight_bytes_per_token: int, kv_bytes_per_token: int, multiply_adds_per_token: int | None
-) -> Pending:
-    """Write what a later build takes into the folder of `request` (created), and return it."""
+) -> tuple[Pending, dict[str, str]]:
+    """Write what a later build takes into the folder of `request` (created); return it, and SHA-256 of files by name.
+
+    Those are of what was written: what changes a file afterwards is found by them.
+    """
     pending = Pending(
         format=FORMAT,
         backend=request.spec.backend,
@@ -77,11 +80,11 @@ def write(
     )
     request.folder.mkdir(parents=True, exist_ok=True)
     if request.ranks:
-        onnx_file.write_ranks(request.ranks, request.folder, request.progress)
+        written = onnx_file.write_ranks(request.ranks, request.folder, request.progress)
     else:
-        onnx_file.write(request.model, request.folder, request.progress)
+        written = onnx_file.write(request.model, request.folder, request.progress)
     (request.folder / PENDING_FILE).write_text(pending.to_json(), encoding="utf-8")
-    return pending
+    return pending, written
 
 
 def read(folder: Path) -> Pending:

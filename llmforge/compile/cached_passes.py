@@ -49,8 +49,7 @@ class PassChain:
     reuse: Reuse
     before: str
     calibration: str
-    promises: str
-    texts: str
+    proven: Mapping[str, str]  # what proofs depend on besides: promises, texts, threads
 
     @classmethod
     def of(
@@ -60,10 +59,12 @@ class PassChain:
         calibration: str,
         promises: Promises,
         texts: Sequence[NDArray[np.int64]],
+        threads: int,
         adapters: Sequence[Adapter] = (),
     ) -> PassChain:
         """Begin the chain of passes, which are held to `promises`; `texts` are those that budgets are measured on.
 
+        Proofs run kernels on so many `threads`, which divide the work otherwise on others.
         `calibration` is the key of its results; `adapters` are those that requests choose.
         """
         of_weights = checkpoint.digest
@@ -71,7 +72,8 @@ class PassChain:
             of_weights = reuse.key("source", [_SOURCE_CODE], checkpoint=of_weights).digest
         if adapters:
             of_weights = hash_of([of_weights, *((each.name, each.digest, each.source.weight) for each in adapters)])
-        return cls(reuse, of_weights, calibration, hash_of(asdict(promises)), hash_of_texts(texts))
+        proven = {"promises": hash_of(asdict(promises)), "texts": hash_of_texts(texts), "threads": str(threads)}
+        return cls(reuse, of_weights, calibration, proven)
 
     def step(self, step: Pass, model: ir.Model) -> CachedPass:
         """Make the keys of `step`, which is to run on `model`; the next pass follows it.
@@ -94,8 +96,8 @@ class PassChain:
         }
         modules = modules if known else []
         tensors = self.reuse.key("tensors", modules, **parts)
-        more = {"budget": json.dumps(given.get("budget")), "promises": self.promises, "texts": self.texts}
-        proof = self.reuse.key("proof", [*modules, PROOF_CODE], **parts, **more)
+        budget = json.dumps(given.get("budget"))
+        proof = self.reuse.key("proof", [*modules, PROOF_CODE], **parts, **self.proven, budget=budget)
         self.before = tensors.digest
         return CachedPass(self.reuse.cache, tensors, proof if known else None)
 

@@ -67,9 +67,10 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         made_of = {"checkpoint": f"{manifest.recipe.get('checkpoint')} {manifest.checkpoint}"}
         model = repository.TritonModel(manifest.name, target.kind, serving, engine.config, made_of)
         repository.write(model, staging / repository.FOLDER / manifest.name)
-        hashing.begin_all()
+        hashing.begin_content()
         if _identities(opened) != read:  # its bytes tell: a link to a file moves its change time, too
             opened.verify()
+        written_files.require_written(staging, engine.written, hashing)
         written_files.require_right(staging, Expected.of_pending(manifest, waiting), engine.config, model)
         found = measure(waiting, staging, engine, target, recipe, progress)
         before = records.read(opened)

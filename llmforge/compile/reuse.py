@@ -151,10 +151,19 @@ class Reuse:
             return read
 
     def trace_proof(
-        self, checkpoint: Checkpoint, model: ir.Model, progress: Progress, proofs: ProofPool, prove: Callable[[], str]
+        self,
+        checkpoint: Checkpoint,
+        model: ir.Model,
+        threads: int,
+        progress: Progress,
+        proofs: ProofPool,
+        prove: Callable[[], str],
     ) -> PendingProof[str]:
-        """Begin the proof of a trace, or take that of an earlier build; it finds a note, which is what `prove` says."""
-        parts = {"checkpoint": checkpoint.digest, "graph": graph.fingerprint(model)}
+        """Begin the proof of a trace, or take that of an earlier build; it finds a note, which is what `prove` says.
+
+        `prove` runs on so many `threads`.
+        """
+        parts = {"checkpoint": checkpoint.digest, "graph": graph.fingerprint(model), "threads": str(threads)}
         key = self.key("trace-proof", [_TRACE_PROOF_CODE], **parts)
         with ExitStack() as held:
             entry = held.enter_context(self.cache.computing(key))

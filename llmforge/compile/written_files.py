@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmforge.artifact import Manifest, sealed
+from llmforge.artifact import Hashing, Manifest, sealed
 from llmforge.backends import pending
 from llmforge.backends.onnxruntime.builder import tokenizer_files
 from llmforge.backends.pending import Pending
@@ -84,6 +84,18 @@ def require_pending(staging: Path, expected: Expected, waiting: Pending) -> None
     written = pending.read(staging / "engine")
     _require_facts(expected, f"engine/{PENDING_FILE}", {**vars(written), **vars(written.spec)})
     _require_files(staging, TOKENIZER, expected.files)
+
+
+def require_written(staging: Path, written: Mapping[str, str], hashing: Hashing) -> None:
+    """Compare the engine's files, as they were hashed, with what was `written` to them: SHA-256 by name.
+
+    Raises:
+        VerificationError: names the first that changed in between, or since.
+    """
+    for name, digest in written.items():
+        file = staging / "engine" / name
+        if not file.is_file() or hashing.sha256(file) != digest:
+            raise _differs(f"engine/{name} differs from what was written to it")
 
 
 def _hashes(files: Mapping[str, bytes]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from llmforge.ir.scratch import Scratch
 from llmforge.recipe import Recipe
 from llmforge.rewrite import pass_base
 from llmforge.rewrite.pass_base import Context, Numerics
+from llmforge.runtime.config import physical_cores
 from llmforge.verification.promises import Promises
 
 
@@ -69,7 +70,9 @@ def rebuilt(
         chosen = [window.ids for window in read.budget_windows()]
         promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
         apart = tuple(map(Adapter.open, recipe.apart))
-        chain, scratch = PassChain.of(kept, checkpoint, calibration.key, promised, chosen, apart), Scratch(Path(folder))
+        threads = recipe.engine.threads or physical_cores()
+        chain = PassChain.of(kept, checkpoint, calibration.key, promised, chosen, threads, apart)
+        scratch = Scratch(Path(folder))
         for number, step in enumerate(steps):
             progress.stage(f"Pass {step.name}")
             wanted = calibration.statistics if step.demands() else None

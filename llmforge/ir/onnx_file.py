@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
@@ -29,7 +30,7 @@ _HINT = "`llmforge trace -o GRAPH.onnx` writes one, and every artifact has engin
 class _Writable(Protocol):
     """What tensors of onnx_ir do besides their protocol."""
 
-    def tofile(self, file: BinaryIO) -> None: ...
+    def tofile(self, file: _HashedStream) -> None: ...
 
 
 def save(model: ir.Model, path: Path, *, weights: bool = True) -> tuple[Path, ...]:
@@ -63,12 +64,13 @@ def write(
     shared: Path | None = None,
     *,
     progress: Progress | None = None,
-) -> None:
+) -> dict[str, str]:
     """Write graphs, and the larger initializers of each, in the order of their names, to its file in `data`.
 
     What is one tensor in all graphs, under one name, goes to the file `shared`, where there is one. `models` refer to
     the files afterwards. Weights stream one tensor at a time, so that memory grows with the largest tensor and not with
-    the model. The same graphs give the same bytes.
+    the model. The same graphs give the same bytes. Returns the SHA-256 of what was written to each file, by its name:
+    nothing is read back.
 
     Raises:
         VerificationError: a tensor is not as large as it says.
@@ -87,11 +89,15 @@ def write(
         count += size
         progress.advance(count, total)
 
-    placed = {} if shared is None else _append(together, shared, advance)
+    written: dict[str, str] = {}
+    placed = {} if shared is None else _append(together, shared, advance, written)
     for model, tensors, file, path in zip(models, own, data, paths, strict=True):
-        for name, tensor in {**placed, **_append(tensors, file, advance)}.items():
+        for name, tensor in {**placed, **_append(tensors, file, advance, written)}.items():
             model.graph.initializers[name].const_value = tensor
-        path.write_bytes(_serialized(model))
+        serialized = _serialized(model)
+        path.write_bytes(serialized)
+        written[path.name] = hashlib.sha256(serialized).hexdigest()
+    return written
 
 
 def _serialized(model: ir.Model) -> bytes:
@@ -109,18 +115,36 @@ def _inlined(model: ir.Model) -> dict[str, ir.TensorProtocol]:
     return large
 
 
+class _HashedStream:
+    """Hashes what is written to a file; it has no descriptor, by which tensors would go past it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest = file, hashlib.sha256()
+
+    def write(self, content: bytes) -> int:
+        self._digest.update(content)
+        return self._file.write(content)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def sha256(self) -> str:
+        return self._digest.hexdigest()
+
+
 def _append(
-    tensors: Mapping[str, ir.TensorProtocol], path: Path, advance: Callable[[int], None]
+    tensors: Mapping[str, ir.TensorProtocol], path: Path, advance: Callable[[int], None], written: dict[str, str]
 ) -> dict[str, ir.ExternalTensor]:
-    """Stream tensors to a file and say where each lies."""
+    """Stream tensors to a file and say where each lies; put its SHA-256 to those `written`."""
     placed = {}
-    with path.open("wb") as file:
+    with path.open("wb") as stream:
+        file = _HashedStream(stream)
         for name, tensor in tensors.items():
             alignment = PAGE_BYTES if tensor.nbytes >= PAGE_ALIGNED_FROM_BYTES else ALIGNMENT_BYTES
             offset = -(-file.tell() // alignment) * alignment
             file.write(bytes(offset - file.tell()))
             if isinstance(tensor, _Writable):
-                tensor.tofile(file)  # a file is copied piecewise, an array without a second copy
+                tensor.tofile(file)  # a file is copied piecewise
             else:
                 file.write(tensor.tobytes())
             if file.tell() - offset != tensor.nbytes:
@@ -138,6 +162,7 @@ def _append(
                 base_dir=path.parent,
             )
             advance(tensor.nbytes)
+    written[path.name] = file.sha256()
     return placed
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from llmforge.artifact import Artifact
@@ -49,11 +50,16 @@ Without Triton: `vllm serve {start}/{engine}`.
 """
 
 
-def write(model: TritonModel, artifact: Path) -> None:
-    """Write the repository into the folder of an artifact, if its engine is one that vLLM loads."""
-    if of_provider(model.runtime.provider).name == BACKEND:
-        folder = artifact / FOLDER / model.name
-        _write(model, folder, 1, "ARTIFACT", FOLDER, "engine")
+def write(model: TritonModel, artifact: Path) -> dict[str, bytes]:
+    """Write the repository into the folder of an artifact, if its engine is one that vLLM loads.
+
+    Returns what was written, by path in the artifact.
+    """
+    if of_provider(model.runtime.provider).name != BACKEND:
+        return {}
+    made = _files(model, 1, "ARTIFACT", FOLDER, "engine")
+    _write(made, artifact / FOLDER / model.name)
+    return {f"{FOLDER}/{model.name}/{path}": content for path, content in made.items()}
 
 
 def export(artifact: Artifact, model: TritonModel, models: Path, *, version: int = 1, copy: bool = False) -> Path:
@@ -74,18 +80,21 @@ def export(artifact: Artifact, model: TritonModel, models: Path, *, version: int
         )
     with repository.published(models, model.name, version) as partial:
         engine = f"{model.name}/{version}/engine"
-        _write(model, partial, version, "REPOSITORY", ".", engine)
+        _write(_files(model, version, "REPOSITORY", ".", engine), partial)
         link = shutil.copy2 if copy else repository.link
         shutil.copytree(artifact.path / "engine", partial / str(version) / "engine", copy_function=link)
     return models / model.name
 
 
-def _write(model: TritonModel, folder: Path, version: int, start: str, models: str, engine: str) -> None:
-    """Write what all versions share, and the arguments of one."""
-    (folder / str(version)).mkdir(parents=True)
-    (folder / CONFIG).write_text(_CONFIG.format(instances=model.serving.triton.instances), encoding="utf-8")
+def _write(made: Mapping[str, bytes], folder: Path) -> None:
+    for path, content in made.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(content)
+
+
+def _files(model: TritonModel, version: int, start: str, models: str, engine: str) -> dict[str, bytes]:
+    """Make what all versions share, and the arguments of one, by path in the model's folder."""
     text = _README.format(name=model.name, start=start, models=models, engine=engine)
-    (folder / README).write_text(text, encoding="utf-8")
     arguments = {
         "model": engine,
         "tokenizer": engine,
@@ -93,4 +102,8 @@ def _write(model: TritonModel, folder: Path, version: int, start: str, models: s
         "max_model_len": model.runtime.max_context,
         "max_num_seqs": model.runtime.max_batch,
     }
-    (folder / str(version) / ARGUMENTS).write_text(json.dumps(arguments, indent=2) + "\n", encoding="utf-8")
+    return {
+        CONFIG: _CONFIG.format(instances=model.serving.triton.instances).encode(),
+        README: text.encode(),
+        f"{version}/{ARGUMENTS}": (json.dumps(arguments, indent=2) + "\n").encode(),
+    }

@@ -217,8 +217,16 @@ def executable(model: ir.Model) -> ir.Model:
     return dialect.expand(emulation.emulate(model))
 
 
-def open_session(model: ir.Model, weights: InitializerArrays, threads: int, expose: Sequence[str] = ()) -> Session:
+def open_session(
+    model: ir.Model,
+    weights: InitializerArrays,
+    threads: int,
+    expose: Sequence[str] = (),
+    optimized: Mapping[str, str] | None = None,
+) -> Session:
     """Load `model`, which stays as it is, for checks; `expose` names intermediate values to be outputs as well.
+
+    `optimized` are configuration entries with which ONNX Runtime optimizes it; None: it runs as written.
 
     Raises:
         UnsupportedError: ONNX Runtime refuses the graph.
@@ -230,7 +238,9 @@ def open_session(model: ir.Model, weights: InitializerArrays, threads: int, expo
         written.graph.outputs.extend(values)
     arrays = {name: weights.array(tensor) for name, tensor in strip(written).items()}
     serialized = ir.serde.serialize_model(written).SerializeToString()
-    return Session(serialized, SessionConfig(threads=threads, optimize=False, entries=QUIET), initializers=arrays)
+    entries = {**(optimized or {}), **QUIET}
+    config = SessionConfig(threads=threads, optimize=optimized is not None, entries=entries)
+    return Session(serialized, config, initializers=arrays)
 
 
 def drive(session: Session, run: Run, *, caches: bool) -> Iterator[StepOutcome]:

@@ -28,9 +28,22 @@ def test_the_hash_is_that_of_the_file(tmp_path: Path, file: Path, monkeypatch: p
         hashing.begin(file)
         assert hashing.sha256(file) == hashlib.sha256(CONTENT).hexdigest()
         monkeypatch.setattr(hashed_files, "sha256", None)
-        hashing.begin_all()
+        hashing.begin_content()
         assert hashing.sha256(file) == hashlib.sha256(CONTENT).hexdigest()  # once
         hashing.require_unchanged(tmp_path)
+
+
+def test_content_that_comes_with_the_evidence_is_refused(tmp_path: Path, file: Path) -> None:
+    with Hashing(tmp_path) as hashing:
+        hashing.begin_content()
+        (tmp_path / "report").mkdir()
+        (tmp_path / "report" / "report.md").write_bytes(b"PASS")
+        hashing.begin_evidence()
+        hashing.require_unchanged(tmp_path)
+        file.with_name("more").write_bytes(b"")
+        hashing.begin_evidence()
+        with pytest.raises(VerificationError, match="engine/more: was written after the build had written"):
+            hashing.require_unchanged(tmp_path)
 
 
 def zero(file: Path) -> None:
@@ -63,7 +76,7 @@ def test_what_changes_meanwhile_is_refused(
     tmp_path: Path, file: Path, change: Callable[[Path], object], said: str
 ) -> None:
     with Hashing(tmp_path) as hashing:
-        hashing.begin_all()
+        hashing.begin_content()
         hashing.sha256(file)
         change(file)
         with pytest.raises(VerificationError, match=said):
@@ -98,7 +111,7 @@ def test_files_are_found_in_the_folder_that_theirs_became(tmp_path: Path) -> Non
     (folder / ".cache").mkdir()
     (folder / ".cache" / "entry").write_bytes(b"")  # no content, and gone before anything is sealed
     with Hashing(folder) as hashing:
-        hashing.begin_all()
+        hashing.begin_content()
         (folder / ".cache" / "entry").unlink()
         hashing.sha256(folder / "data")
         folder.rename(final)
@@ -112,7 +125,7 @@ def test_evidence_is_held_to_what_was_written_until_it_is_recorded(tmp_path: Pat
     (tmp_path / "report").mkdir()
     (report := tmp_path / "report" / "report.md").write_text("PASS")
     with Hashing(tmp_path) as hashing:
-        hashing.begin_all()
+        hashing.begin_content()
         assert hashing.sha256(report) == hashlib.sha256(b"PASS").hexdigest()
         zero(report)
         hashing.require_unchanged(tmp_path)  # the record of it tells

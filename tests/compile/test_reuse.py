@@ -312,6 +312,14 @@ def test_a_budget_that_a_pass_exceeds_is_not_hidden_by_the_cache(recipe: Write, 
             build(recipe(budget=1e-12), tmp_path)
 
 
+def test_proofs_on_other_threads_are_made_anew(recipe: Write, done: Done, tmp_path: Path) -> None:
+    done.cache(tmp_path)
+    _, report = build(recipe(changes={"engine": {"max_context": 128, "max_batch": 2, "threads": 2}}), tmp_path)
+    assert reused(report) == []
+    assert report.build.reused.stages == ("trace",)
+    assert report.build.reused.layers == (0, 1)
+
+
 def test_every_checkpoint_of_a_cache_has_the_configuration_that_is_its_own(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "short", max_position_embeddings=128)
     write_checkpoint(tmp_path / "long", max_position_embeddings=192)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from llmforge.compile import pipeline
 from llmforge.compile.stages import artifact as publishing
 from llmforge.compile.stages import engine as stage
 from llmforge.recipe import Recipe
-from llmforge.triton import repository
+from llmforge.triton import repository, vllm
 
 from ..models.checkpoints import write_checkpoint
 
@@ -57,13 +57,33 @@ SEAL = "manifest.json", "evidence/*.json"
 # Files that one of those above stands for.
 ALIKE = f"{SERVED}/1/llmforge/*", f"{SERVED}/warmup/*"
 # Recipes whose artifacts have more: what besides, and what of it is compared as soon as it is written.
-PASSES = {"plain": ["fuse-norms"], "genai": ["flash-attention", "genai-interface"], "ranks": ["fuse-norms"]}
+LOOSE = {"kld_mean": 5.0}
+PACKED = {"bits": 4, "block_size": 32, "scales": "fp16", "method": "rtn", "budget": LOOSE}
+PASSES: Mapping[str, Sequence[object]] = {
+    "plain": ["fuse-norms"],
+    "genai": ["flash-attention", "genai-interface"],
+    "optimum": ["optimum-interface"],
+    "ranks": ["fuse-norms"],
+    "compressed-tensors": [{"quantize-weights": {**PACKED, "embedding_bits": 16}}],
+    "gguf": [{"quantize-weights": {**PACKED, "symmetric": True}}],
+}
+EXPORTS = ("compressed-tensors", "gguf")
 INTEROP = tuple(
     f"engine/{name}"
     for name in ("genai_config.json", "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 )
+OPTIMUM = ("engine/config.json", *INTEROP[2:])
+CHECKPOINT = ("engine/model.safetensors", "engine/runtime.json", "engine/config.json", *INTEROP[2:])
+VLLM = tuple(f"{SERVED}/{name}" for name in ("config.pbtxt", "README.md", "1/model.json"))
 RANKS = tuple(f"engine/model.rank{rank}.onnx{ending}" for rank in (0, 1) for ending in ("", ".data"))
-MORE = {"plain": (), "genai": INTEROP, "ranks": RANKS}
+MORE = {
+    "plain": (),
+    "genai": INTEROP,
+    "optimum": OPTIMUM,
+    "ranks": RANKS,
+    "compressed-tensors": (*CHECKPOINT, *VLLM),
+    "gguf": ("engine/model.gguf", "engine/runtime.json"),
+}
 
 
 def flip(file: Path) -> None:
@@ -94,9 +114,19 @@ class Small:
             "name": "tiny",
             "checkpoint": "tiny-llama",
             "target": "local",
-            "engine": {"max_context": 64, "max_batch": 2, "threads": 1, "tensor_parallel": 2 if kind == "ranks" else 1},
+            "engine": {
+                "backend": kind if kind in EXPORTS else "onnxruntime",
+                "max_context": 64,
+                "max_batch": 1 if kind == "gguf" else 2,
+                "threads": 1,
+                "tensor_parallel": 2 if kind == "ranks" else 1,
+            },
             "passes": PASSES[kind],
         }
+        if kind in EXPORTS:  # their codes have a budget, and it a text
+            texts = [{"id": str(number), "text": f"graph engine pass weight {number} " * 6} for number in range(8)]
+            (folder / "text.jsonl").write_text("\n".join(map(json.dumps, texts)))
+            facts["calibration"] = {"data": "text.jsonl", "samples": 4, "length": 16}
         (folder / "recipe.yaml").write_text(json.dumps(facts))
         self.published = self.build(folder / "out")
 
@@ -117,7 +147,15 @@ def written(patch: pytest.MonkeyPatch, change: Change) -> None:
         write(model, folder)
         change(folder.parents[1])
 
+    write_for_vllm = vllm.write
+
+    def act_for_vllm(model: repository.TritonModel, folder: Path) -> object:
+        made = write_for_vllm(model, folder)
+        change(folder)
+        return made
+
     patch.setattr(stage.repository, "write", act)
+    patch.setattr(stage.vllm, "write", act_for_vllm)
 
 
 def measured(patch: pytest.MonkeyPatch, change: Change) -> None:
@@ -201,8 +239,10 @@ def test_what_changes_afterwards_is_not_verified(path: str, change: Change, smal
             admission.admit(folder)
 
 
-@pytest.fixture(scope="module", params=["genai", "ranks"])
+@pytest.fixture(scope="module", params=[kind for kind in PASSES if kind != "plain"])
 def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Small, str]:
+    if request.param == "gguf":
+        pytest.importorskip("gguf")
     return Small(tmp_path_factory.mktemp(request.param), request.param), request.param
 
 
@@ -210,7 +250,7 @@ def test_other_files_that_change_before_they_are_published_are_refused(
     other: tuple[Small, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small, kind = other
-    for moment in (written, measured) if kind == "genai" else (measured,):  # who serves alone compares graphs of ranks
+    for moment in (written, measured):
         for path in MORE[kind]:
             with monkeypatch.context() as patch:
                 moment(patch, lambda folder, path=path: flip(folder / path))  # type: ignore[misc]

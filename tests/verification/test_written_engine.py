@@ -30,6 +30,7 @@ from llmforge.verification.written_engine import make_runs, require_same
 
 from ..models import zoo
 from ..samples import tiny_recipes
+from .lies.written import biased
 from .test_engine_parts import INT4
 
 SPEC = EngineSpec(max_context=128, max_batch=2, threads=1)
@@ -97,6 +98,23 @@ def test_bytes_that_change_on_the_disk_are_refused(proven: ir.Model, tmp_path: P
     data.write_bytes(content)
     with pytest.raises(VerificationError, match="does not compute what was proven"):
         require_same(proven, folder, SEEDS[0], [], threads=1)
+
+
+def test_a_token_that_is_less_likely_throughout_is_refused_whatever_it_loses(
+    proven: ir.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(written_engine, "MOST_KLD", 1e9)  # as where its share is far below any that a KLD shows
+    folder = write(proven, tmp_path / "engine", biased(77, -15.0))
+    for seed in SEEDS:
+        with pytest.raises(VerificationError, match=r"the logit of token 77 is -1[45]"):
+            require_same(proven, folder, seed, [], threads=1)
+
+
+def test_rows_side_by_side_have_tokens_that_no_text_has(proven: ir.Model, tmp_path: Path) -> None:
+    config = RuntimeConfig.read(write(proven, tmp_path / "engine") / FILE)
+    alone, rows = make_runs(config, [np.full(2000, 5)], 0)
+    assert {int(token) for step in alone.steps for token in step.ids.ravel()} == {5}
+    assert len({int(token) for step in rows.steps for token in step.ids.ravel()}) > 30
 
 
 @pytest.mark.parametrize("context", [2, 3, 5, 16, 128, 4096])

@@ -29,6 +29,7 @@ bytes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -273,7 +274,7 @@ def build(request: BuildRequest) -> BuiltEngine:
     method = request.spec.quant_method
     schemes = {tensor: scheme_of(tensor, matrix, method) for tensor, matrix in exported.quantized.items()}
     scales = next((scheme.scales for scheme in schemes.values() if scheme.format == "pack-quantized"), None)
-    _write_weights(request, exported, in_fp16=scales == "fp16")
+    hashes = _write_weights(request, exported, in_fp16=scales == "fp16")
     settings = dict(exported.checkpoint.settings)
     if scales is not None:
         settings = _in_dtype(settings, scales)
@@ -281,12 +282,11 @@ def build(request: BuildRequest) -> BuiltEngine:
             settings["text_config"] = _in_dtype(text, scales)
     if method == modelopt.NAME:
         excluded = unquantized(schemes, exported.checkpoint)
-        _write_json(folder / modelopt.FILE, modelopt.quant_config(excluded))
+        hashes[modelopt.FILE] = _write_json(folder / modelopt.FILE, modelopt.quant_config(excluded))
         settings["quantization_config"] = modelopt.inline_config(excluded)
     else:
         settings["quantization_config"] = quantization_config(schemes, exported.checkpoint)
-    _write_json(folder / CONFIG, settings)
-    copy_settings(exported.checkpoint, folder)
+    hashes |= {CONFIG: _write_json(folder / CONFIG, settings), **copy_settings(exported.checkpoint, folder)}
     written = signatures.export_format(request, METHOD)
     (folder / FILE).write_text(written.to_json(), encoding="utf-8")
     formats = ", ".join(sorted({scheme.format for scheme in schemes.values()}))
@@ -296,7 +296,7 @@ def build(request: BuildRequest) -> BuiltEngine:
         "servers": servers.described(frozenset(scheme.format_name for scheme in schemes.values())),
     }
     notes = [f"engine: config.json says dtype {_DTYPES[scales]}, in which scales are exact"] if scales else []
-    return BuiltEngine.built(request, written, facts, notes, graph_=request.model)
+    return BuiltEngine.built(request, written, facts, notes, graph_=request.model, written=hashes)
 
 
 def _in_dtype(settings: Mapping[str, Any], scales: Scale) -> dict[str, Any]:
@@ -336,17 +336,20 @@ def unquantized(schemes: Mapping[str, LayerScheme], checkpoint: Checkpoint) -> l
     return sorted(kept)
 
 
-def copy_settings(checkpoint: Checkpoint, folder: Path) -> None:
-    """Copy what servers read beside config.json and weights."""
-    for name in (GENERATION_CONFIG, *TOKENIZER):
-        if (source := checkpoint.path / name).exists():
-            (folder / name).write_bytes(source.read_bytes())  # the content: a Hub snapshot holds symbolic links
+def copy_settings(checkpoint: Checkpoint, folder: Path) -> dict[str, str]:
+    """Copy what servers read beside config.json and weights; return the SHA-256 of each, by name."""
+    sources = {name: checkpoint.path / name for name in (GENERATION_CONFIG, *TOKENIZER)}
+    # The content: a Hub snapshot holds symbolic links.
+    copied = {name: source.read_bytes() for name, source in sources.items() if source.exists()}
     if checkpoint.chat_template is not None:  # which may be the recipe's; the file wins over tokenizer_config.json
-        (folder / CHAT_TEMPLATE).write_text(checkpoint.chat_template, encoding="utf-8")
+        copied[CHAT_TEMPLATE] = checkpoint.chat_template.encode()
+    for name, content in copied.items():
+        (folder / name).write_bytes(content)
+    return {name: hashlib.sha256(content).hexdigest() for name, content in copied.items()}
 
 
-def _write_weights(request: BuildRequest, exported: Exported, *, in_fp16: bool) -> None:
-    """Write one file, or shards of about `SHARD_BYTES` in the order of names."""
+def _write_weights(request: BuildRequest, exported: Exported, *, in_fp16: bool) -> dict[str, str]:
+    """Write one file, or shards of about `SHARD_BYTES` in the order of names; return the SHA-256 of each, by name."""
     checkpoint, folder, method = exported.checkpoint, request.folder, request.spec.quant_method
     shards: list[dict[str, list[StoredTensor]]] = [{}]
     held = 0
@@ -359,6 +362,7 @@ def _write_weights(request: BuildRequest, exported: Exported, *, in_fp16: bool) 
             held = 0
         shards[-1][name], held = own, held + size
     index: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     done, total = 0, len(checkpoint.tensors)
     for number, shard in enumerate(shards, 1):
         file = folder / (WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors")
@@ -375,11 +379,13 @@ def _write_weights(request: BuildRequest, exported: Exported, *, in_fp16: bool) 
                     write(stream, places, name, matrix, method)
                 done += 1
                 request.progress.advance(done, total)
+            stream.seek(0)
+            hashes[file.name] = hashlib.file_digest(stream, "sha256").hexdigest()
     if len(shards) > 1:
         size = sum(part.size_bytes for shard in shards for parts in shard.values() for part in parts)
-        _write_json(
-            folder / WEIGHTS_INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))}
-        )
+        described = {"metadata": {"total_size": size}, "weight_map": dict(sorted(index.items()))}
+        hashes[WEIGHTS_INDEX] = _write_json(folder / WEIGHTS_INDEX, described)
+    return hashes
 
 
 def _write_header(stream: BinaryIO, parts: Sequence[StoredTensor]) -> dict[str, int]:
@@ -426,5 +432,8 @@ def _copy(stream: BinaryIO, place: int, checkpoint: Checkpoint, name: str, *, in
     tensor.tofile(stream)
 
 
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+def _write_json(file: Path, content: Mapping[str, Any]) -> str:
+    """Write a file, and return its SHA-256."""
+    text = (json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+    file.write_bytes(text)
+    return hashlib.sha256(text).hexdigest()

@@ -36,7 +36,7 @@ from llmforge.backends import signatures
 from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.exported_parameters import Blocks, Exported, KernelBlocks, Quantized
 from llmforge.backends.gguf import packing
-from llmforge.base import extras
+from llmforge.base import extras, hashed_files
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
@@ -200,7 +200,7 @@ def build(request: BuildRequest) -> BuiltEngine:
     assert exported is not None
     check(exported, request.spec)
     folder.mkdir(parents=True, exist_ok=True)
-    used = write(exported, request.spec, folder / MODEL_FILE, request.progress)
+    used, whole = write(exported, request.spec, folder / MODEL_FILE, request.progress)
     written = signatures.export_format(request, BACKEND)
     (folder / FILE).write_text(written.to_json(), encoding="utf-8")
     facts = {
@@ -208,11 +208,11 @@ def build(request: BuildRequest) -> BuiltEngine:
         "codes": "read back, and equal to those of the graph",
         "gguf": metadata.version("gguf"),
     }
-    return BuiltEngine.built(request, written, facts, graph_=request.model)
+    return BuiltEngine.built(request, written, facts, graph_=request.model, written={MODEL_FILE: whole})
 
 
-def write(exported: Exported, spec: EngineSpec, file: Path, progress: Progress) -> str:
-    """Write a file of parameters that were checked, read it back, and name the types in it.
+def write(exported: Exported, spec: EngineSpec, file: Path, progress: Progress) -> tuple[str, str]:
+    """Write a file of parameters that were checked, read it back, and return the types in it and its SHA-256.
 
     Raises:
         EnvironmentLacks: the gguf package is not installed.
@@ -248,8 +248,9 @@ def write(exported: Exported, spec: EngineSpec, file: Path, progress: Progress) 
             digests["rope_freqs.weight"] = hashlib.sha256(factors.tobytes()).digest()
     finally:
         writer.close()
+    whole = hashed_files.sha256(file)  # before its tensors are read: what changes in between is found by them
     _prove(gguf, file, digests)
-    return ", ".join(sorted({kind for kind, _ in kinds.values()}))
+    return ", ".join(sorted({kind for kind, _ in kinds.values()})), whole
 
 
 def _as_bytes(kind: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -186,7 +186,7 @@ def build(request: BuildRequest) -> BuiltEngine:
     check_operators(model)
     signatures.check_context(model, spec.max_context)
     folder.mkdir(parents=True, exist_ok=True)
-    onnx_file.write(model, folder, request.progress)
+    written = onnx_file.write(model, folder, request.progress)
     rounds = any(QuantizeLinear.all(model)) and request.target.isa in (Isa.AVX2, Isa.AVX512)
     options = session_options(spec.threads, exact_int8=rounds)
     session_config, notes = options.resolve(), []
@@ -209,7 +209,7 @@ def build(request: BuildRequest) -> BuiltEngine:
     own_kernels = native.VERSION if native.DOMAIN in model.opset_imports else None
     config = replace(signatures.config(request, options), onnxruntime=onnxruntime.__version__, kernels=own_kernels)
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
-    return BuiltEngine.built(request, config, notes=notes)
+    return BuiltEngine.built(request, config, notes=notes, written=written)
 
 
 def _build_ranks(request: BuildRequest) -> BuiltEngine:
@@ -219,7 +219,7 @@ def _build_ranks(request: BuildRequest) -> BuiltEngine:
         check_operators(model)
         signatures.check_context(model, spec.max_context)
     folder.mkdir(parents=True, exist_ok=True)
-    onnx_file.write_ranks(request.ranks, folder, request.progress)
+    written = onnx_file.write_ranks(request.ranks, folder, request.progress)
     options = session_options(spec.threads)
     config = replace(
         signatures.config(request, options),
@@ -237,7 +237,7 @@ def _build_ranks(request: BuildRequest) -> BuiltEngine:
 
     request.prove(run, {"session": repr(options), "context": str(spec.max_context), "ranks": str(config.ranks)})
     (folder / FILE).write_text(config.to_json(), encoding="utf-8")
-    return BuiltEngine.built(request, config, {"ranks": f"{config.ranks} processes"})
+    return BuiltEngine.built(request, config, {"ranks": f"{config.ranks} processes"}, written=written)
 
 
 def prove(session: Decoder[C], cache: C) -> None:

@@ -6,6 +6,7 @@ target's compute capability, and what `layers` asserts.
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -109,7 +110,14 @@ def build(request: BuildRequest) -> BuiltEngine:
     facts = _facts(chosen, records[0], plan, device)
     if request.ranks:
         facts |= {"ranks": f"{len(models)} processes, one GPU each; all else is said of the plan of the first"}
-    return BuiltEngine.built(request, config, facts, tuple(dict.fromkeys(notes)))
+    names = [rank_plan(rank) for rank in range(len(models))] if request.ranks else [PLAN_FILE]
+    hashes = {name: record.sha256 for name, record in zip(names, records, strict=True)}
+    hashes |= {plan_record(name): _sha256(record.to_json()) for name, record in zip(names, records, strict=True)}
+    return BuiltEngine.built(request, config, facts, tuple(dict.fromkeys(notes)), written=hashes)
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 _Written = tuple[PlanRecord, bool, Sequence[Profile]]

@@ -42,7 +42,7 @@ def publish(state: CompileState) -> BuildResult:
     (staging / artifact.REPORT).mkdir()
     render.write(report, staging / artifact.REPORT, before)
     provenance.write(staging, report, state.lock.with_engine(manifest.files), manifest)
-    state.hashing.begin_all()
+    state.hashing.begin_evidence()
     published = artifact.publish(
         staging, manifest, json.loads(report.to_json()), state.hashing.require_unchanged, state.hashing.sha256
     )

@@ -46,13 +46,14 @@ def build_engine(state: CompileState) -> None:
         request = _request(state, lowered)
         if recipe.engine.deferred:
             read = state.read
-            waiting = pending.write(
+            waiting, written = pending.write(
                 request,
                 weight_bytes_per_token=read.weights,
                 kv_bytes_per_token=read.kv,
                 multiply_adds_per_token=read.multiply_adds,
             )
-            state.hashing.begin_all()
+            state.hashing.begin_content()
+            written_files.require_written(state.staging, written, state.hashing)
             written_files.require_pending(state.staging, expected, waiting)
         else:
             builder, plugin = engines.for_target(backend, state.target), plugin_of(backend)
@@ -62,11 +63,12 @@ def build_engine(state: CompileState) -> None:
                 engines.check_foreign(engine, plugin, state.target)
             files, notes = interop.write(lowered.graphs[0], engine, state.checkpoint)
             state.notes += [*engine.notes, *(f"interface: {note}" for note in notes)]
-            served = _write_repository(state, engine)
+            served, for_vllm = _write_repository(state, engine)
             state.engine = engine
-            state.hashing.begin_all()
+            state.hashing.begin_content()
             if plugin is None:  # what is compared now is what is hashed
-                expected = expected.also({f"engine/{name}": content for name, content in files.items()})
+                expected = expected.also({f"engine/{name}": content for name, content in files.items()}).also(for_vllm)
+                written_files.require_written(state.staging, engine.written, state.hashing)
                 written_files.require_right(state.staging, expected, engine.config, served)
     if state.engine is not None and _runs_whole(state):
         state.engine_proof = state.overlap.proofs.begin(nullcontext(), partial(_hold_engine, state))
@@ -173,16 +175,20 @@ def _hold_engine(state: CompileState) -> str:
     return written_engine.require_same(state.model, folder, hash_of(files), texts, threads=threads)
 
 
-def _write_repository(state: CompileState, engine: BuiltEngine) -> repository.TritonModel | None:
-    """Write the files from which a server loads the engine; return the model that Triton runs, if it is ours."""
+def _write_repository(
+    state: CompileState, engine: BuiltEngine
+) -> tuple[repository.TritonModel | None, Mapping[str, bytes]]:
+    """Write the files from which a server loads the engine.
+
+    Returns the model that Triton runs, if it is ours, and what was written for Triton's vLLM backend, by path.
+    """
     recipe, checkpoint = state.recipe, state.checkpoint
     made_of = {"checkpoint": f"{checkpoint.name} {checkpoint.digest}"}
     served = repository.TritonModel(recipe.name, state.target.kind, recipe.serving, engine.config, made_of)
     if BACKENDS[recipe.engine.backend].export_format is None:
         repository.write(served, state.staging / repository.FOLDER / recipe.name)
-        return served
-    vllm.write(served, state.staging)
-    return None
+        return served, {}
+    return None, vllm.write(served, state.staging)
 
 
 def _named(nodes: Sequence[str]) -> str:

@@ -81,7 +81,7 @@ def _run_all(state: CompileState) -> Pass | None:
     promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
     threads = recipe.engine.threads or physical_cores()
     prover = PassProver(state.checked.out / recipe.name / ".failed", promised, chosen, threads, proofs)
-    chain = PassChain.of(state.reuse, checkpoint, state.calibration.key, promised, chosen, state.adapters)
+    chain = PassChain.of(state.reuse, checkpoint, state.calibration.key, promised, chosen, threads, state.adapters)
     state.notes += _coverage(state.model)
     scratch = Scratch(state.staging.parent)
     with proofs.blamed():

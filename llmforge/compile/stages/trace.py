@@ -49,7 +49,7 @@ def trace_model(state: CompileState) -> None:
     state.model, state.traced, state.multiply_adds = model, traced, footprint.multiply_adds(model)
     threads = state.recipe.engine.threads or physical_cores()
     prove = partial(_prove, checkpoint, traced, threads, state.reuse.frontend)
-    state.trace_proof = state.reuse.trace_proof(checkpoint, traced, progress, state.overlap.proofs, prove)
+    state.trace_proof = state.reuse.trace_proof(checkpoint, traced, threads, progress, state.overlap.proofs, prove)
 
 
 def _prove(checkpoint: Checkpoint, traced: ir.Model, threads: int, frontend: Frontend | None) -> str:

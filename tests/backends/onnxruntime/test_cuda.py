@@ -412,7 +412,7 @@ def configure(model: ir.Model, spec: EngineSpec = SPEC, target: str = "h100-sxm"
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     lowered, _ = lower(prepared(QuantizeKvCache(BUDGET), dtype="bf16"))
-    config = cuda.write(BuildRequest(lowered, tmp_path, SPEC, H100, (3,), None))
+    config, _ = cuda.write(BuildRequest(lowered, tmp_path, SPEC, H100, (3,), None))
     assert config == configure(lowered)
     assert RuntimeConfig.read(tmp_path / "runtime.json") == config
     assert (tmp_path / "model.onnx.data").stat().st_size > 0

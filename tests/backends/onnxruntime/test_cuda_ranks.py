@@ -80,18 +80,18 @@ def test_integers_are_not_summed() -> None:
 
 def test_an_engine_of_ranks_says_so(tmp_path: Path) -> None:
     models = lowered()
-    config = cuda.write(BuildRequest(models[0], tmp_path / "engine", SPEC, H100, (0,), 0, ranks=models))
+    config, _ = cuda.write(BuildRequest(models[0], tmp_path / "engine", SPEC, H100, (0,), 0, ranks=models))
     assert RuntimeConfig.read(tmp_path / "engine" / FILE) == config
     assert (config.ranks, config.kernels, config.provider) == (2, native.VERSION, "cuda")
     assert config.provider_options["sdpa_kernel"] == "19"  # all but cuDNN
     assert {cache.kv_heads for cache in config.caches} == {2}
     for name in config.rank_files:
         assert (tmp_path / "engine" / name).is_file()
-    one = cuda.write(BuildRequest(models[0], tmp_path / "one", SPEC, H100, (0,), 0))
+    one, _ = cuda.write(BuildRequest(models[0], tmp_path / "one", SPEC, H100, (0,), 0))
     assert "sdpa_kernel" not in one.provider_options
     l4 = targets.load("l4")
     models = lowered(l4)
-    config = cuda.write(BuildRequest(models[0], tmp_path / "l4", SPEC, l4, (0,), 0, ranks=models))
+    config, _ = cuda.write(BuildRequest(models[0], tmp_path / "l4", SPEC, l4, (0,), 0, ranks=models))
     assert "sdpa_kernel" not in config.provider_options  # cuDNN is not asked there
 
 

@@ -238,10 +238,10 @@ def build(request: BuildRequest) -> BuiltEngine:
     for model in request.ranks or (request.model,):
         check(model, request.target)
         signatures.check_context(model, request.spec.max_context)
-    config = write(request)
+    config, written = write(request)
     config, notes = open_and_prove(request.folder, config, lambda chosen: _opened(request.folder, chosen))
     facts = {"ranks": f"{config.ranks} processes, one GPU each"} if request.ranks else {}
-    return BuiltEngine.built(request, config, facts, notes)
+    return BuiltEngine.built(request, config, facts, notes, written=written)
 
 
 def _opened(folder: Path, config: RuntimeConfig) -> Decoder[Any]:
@@ -288,16 +288,19 @@ def _proven(session: Decoder[Any], config: RuntimeConfig) -> tuple[str, ...]:
             session.close()
 
 
-def write(request: BuildRequest) -> RuntimeConfig:
-    """Write `model.onnx`, or the graph of each rank, its data and `runtime.json`; return what the last one says."""
+def write(request: BuildRequest) -> tuple[RuntimeConfig, dict[str, str]]:
+    """Write `model.onnx`, or the graph of each rank, its data and `runtime.json`.
+
+    Returns what the last one says, and the SHA-256 of what was written to the others, by name.
+    """
     config = configure(request)
     request.folder.mkdir(parents=True, exist_ok=True)
     if request.ranks:
-        onnx_file.write_ranks(request.ranks, request.folder, request.progress)
+        written = onnx_file.write_ranks(request.ranks, request.folder, request.progress)
     else:
-        onnx_file.write(request.model, request.folder, request.progress)
+        written = onnx_file.write(request.model, request.folder, request.progress)
     (request.folder / FILE).write_text(config.to_json(), encoding="utf-8")
-    return config
+    return config, written
 
 
 def prove(session: Decoder[Any], config: RuntimeConfig) -> tuple[str, ...]:
