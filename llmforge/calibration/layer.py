@@ -105,6 +105,7 @@ class DecoderLayer:
     kv_heads: tuple[int, ...] | None = None
     each: Map = map
     device: ExecutionDevice = HOST
+    as_transformers: bool = False  # whether a run gives the bits of transformers: attention is torch's
 
     def run(self, window: int, state: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [1, tokens, hidden] after the layer, of window number `window`."""
@@ -112,7 +113,7 @@ class DecoderLayer:
         for recorder in call.kwargs.values():
             if isinstance(recorder, _CacheRecorder):
                 recorder.ended = True  # what it recorded is of an earlier run
-        with compiled_attention()():
+        with nullcontext() if self.as_transformers else compiled_attention()():
             return _hidden(self.module(self.device.put(state), *call.args, **call.kwargs))
 
     def advance(self, states: list[torch.Tensor]) -> None:

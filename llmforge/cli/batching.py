@@ -57,6 +57,7 @@ def batch(artifact: Path, requests: Path, path: Path, as_json: bool, quiet: bool
     from llmforge.cli import console
     from llmforge.serving import EngineOptions, EngineProcess
     from llmforge.serving.http import batch as batches
+    from llmforge.serving.prompts import PromptEncoder
     from llmforge.serving.protocol.tool_prompt import chosen
 
     options = record(_BatchOptions, given)
@@ -68,12 +69,9 @@ def batch(artifact: Path, requests: Path, path: Path, as_json: bool, quiet: bool
     model = options.name or opened.manifest.name
     template = chosen(opened.path / "tokenizer", options.chat_template, tool_prompt=options.tool_prompt)
     engine_options = record(EngineOptions, given, max_queue=_WAITING)
-    with (
-        console.progress(quiet=quiet) as progress,
-        EngineProcess(opened.path, engine_options, options.threads, template=template) as engine,
-    ):
+    with console.progress(quiet=quiet) as progress:
         progress.stage("Read requests")
-        asked = batches.read(requests, engine.encoder)
+        asked = batches.read(requests, PromptEncoder.read(opened.path, template))
         of = {
             "requests": batches.digest_of(requests),
             "artifact": opened.manifest.content_digest,
@@ -81,7 +79,12 @@ def batch(artifact: Path, requests: Path, path: Path, as_json: bool, quiet: bool
             "model": model,
         }
         partial = path.with_name(f"{path.name}.partial")
-        with output.writing(partial), batches.Journal.opened(partial, of) as journal:
+        progress.stage("Load engine")
+        with (
+            EngineProcess(opened.path, engine_options, options.threads, template=template) as engine,
+            output.writing(partial),
+            batches.Journal.opened(partial, of) as journal,
+        ):
             if len(journal) and not quiet:
                 console.say(f"note: {len(journal):,} of {len(asked):,} answers are in {output.here(partial)}")
             progress.stage("Answer requests")

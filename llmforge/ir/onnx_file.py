@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
 
+import numpy as np
 import onnx_ir as ir
 from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from onnx_ir.serde import SerdeError
@@ -23,6 +24,7 @@ INLINE_BELOW_BYTES = 1024  # scales, row defaults, shapes, which shape inference
 ALIGNMENT_BYTES = 64
 PAGE_BYTES = 4096
 PAGE_ALIGNED_FROM_BYTES = 1 << 20
+_BYTE_BITS = 8  # numbers of fewer are packed when they are written
 _HINT = "`llmforge trace -o GRAPH.onnx` writes one, and every artifact has engine/model.onnx"
 
 
@@ -121,7 +123,7 @@ class _HashedStream:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest = file, hashlib.sha256()
 
-    def write(self, content: bytes) -> int:
+    def write(self, content: bytes | memoryview) -> int:
         self._digest.update(content)
         return self._file.write(content)
 
@@ -143,7 +145,9 @@ def _append(
             alignment = PAGE_BYTES if tensor.nbytes >= PAGE_ALIGNED_FROM_BYTES else ALIGNMENT_BYTES
             offset = -(-file.tell() // alignment) * alignment
             file.write(bytes(offset - file.tell()))
-            if isinstance(tensor, _Writable):
+            if isinstance(tensor, ir.Tensor | ir.LazyTensor) and tensor.dtype.bitwidth >= _BYTE_BITS:
+                file.write(np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8).data)  # without a copy
+            elif isinstance(tensor, _Writable):
                 tensor.tofile(file)  # a file is copied piecewise
             else:
                 file.write(tensor.tobytes())

@@ -12,6 +12,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -113,7 +114,8 @@ class StreamedBaseline:
                 states.put(ids, entered)
                 calls.append(called)
             for index in range(depth):
-                layer = self._skeleton.load(index, [called[index] for called in calls])
+                called_with = [called[index] for called in calls]
+                layer = replace(self._skeleton.load(index, called_with), as_transformers=True)
                 for number, ids in enumerate(texts):
                     states.put(ids, layer.run(number, states.get(ids)))
                 del layer  # before the next one is read

@@ -132,7 +132,8 @@ def test_paths_that_are_no_files(
 
 RECIPE = ("--recipe", str(ROOT / "recipes" / "fp32.yaml"))
 BESIDE = {  # what a command needs beside its arguments
-    "bisect": RECIPE, "eval": (*RECIPE, "--tasks", str(ROOT / "docs/tasks/next-sentence.jsonl")),
+    "batch": ("-o", "answers.jsonl"), "bisect": RECIPE,
+    "eval": (*RECIPE, "--tasks", str(ROOT / "docs/tasks/next-sentence.jsonl")),
     "export": ("-o", "x.tar"), "reproduce": RECIPE, "sign": ("--key", "key.pem"), "triton": ("-o", "repo"),
     "tune": ("--objective", "size"), "validate": RECIPE,
 }  # fmt: skip

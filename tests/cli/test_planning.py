@@ -214,6 +214,7 @@ def test_a_recipe_says_what_to_plan(machine: Path) -> None:
     assert plan["scheme"] == {
         "compute": "fp32", "weights": "int4", "kv": "int8", "product": "int8", "embedding": "int6", "block": 32,
         "symmetric": False, "minimums": False, "head": None, "cache": None, "scale": "int8",
+        "instructions": 1.0,
     }  # fmt: skip
     assert plan["workload"] == {"prompt": 768, "output": 256, "batch": 8}
     assert plan["target"] == "here"

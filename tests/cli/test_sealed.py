@@ -295,6 +295,7 @@ RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 REFUSE: dict[str, tuple[object, ...]] = {
     "run": ("FORGED", *RUN),
     "serve": ("FORGED", "--port", "0"),
+    "batch": ("FORGED", RECIPE, "-o", "FOLDER"),
     "bench": ("FORGED", *BENCH),
     "triton": ("FORGED", "-o", "FOLDER"),
     "gate": ("FORGED",),

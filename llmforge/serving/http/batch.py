@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from llmforge.base import whole_file
+from llmforge.base import small_file, whole_file
 from llmforge.base.errors import EnvironmentLacks, ForgeError, UsageError
 from llmforge.base.wording import quoted
 from llmforge.serving.http.completion_call import CompletionCall, chat_call, text_call
@@ -65,18 +65,15 @@ def read(path: Path, encoder: PromptEncoder) -> list[BatchRequest]:
         UsageError: the file cannot be read, is empty, or a line is no request of a known URL with an id of its own.
     """
     limits, found = JsonLimits.of(encoder), dict[str, BatchRequest]()
-    try:
-        with path.open("rb") as stream:
-            for number, line in enumerate(stream, 1):
-                if not line.strip():
-                    continue
-                where = f"{path}, line {number}"
-                each = _request(client_json.parse(line, limits, where), where)
-                if each.custom_id in found:
-                    raise UsageError(f"{where}: custom_id {quoted(each.custom_id)} stands in an earlier line, too")
-                found[each.custom_id] = each
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    with small_file.open_regular(path, error=UsageError) as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            each = _request(client_json.parse(line, limits, where), where)
+            if each.custom_id in found:
+                raise UsageError(f"{where}: custom_id {quoted(each.custom_id)} stands in an earlier line, too")
+            found[each.custom_id] = each
     if not found:
         raise UsageError(f"{path}: it has no requests", hint='a line: {"custom_id", "method", "url", "body"}')
     return list(found.values())

@@ -229,7 +229,7 @@ def test_engines_without_attention_over_blocks_refuse_them(backend: str, target:
 
 def test_what_is_written_says_how_many_blocks_fit(tmp_path: Path) -> None:
     lowered, _ = cuda.lower(prepared(), H100, SPEC)
-    config = cuda.write(BuildRequest(lowered, tmp_path, SPEC, H100, (3,), None))
+    config, _ = cuda.write(BuildRequest(lowered, tmp_path, SPEC, H100, (3,), None))
     assert RuntimeConfig.read(tmp_path / "runtime.json") == config
     assert config.kv_blocks == 4  # one of 256 tokens for each text of 64
     assert [(cache.kv_heads, cache.head_dim) for cache in config.caches] == [(2, 16)] * 4
