@@ -9,7 +9,7 @@ import gc
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +51,8 @@ WINDOWS = [
 
 @pytest.fixture(autouse=True)
 def _same_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the CPU sum in fp32, as devices do, and take gradients in bf16, whatever the processor has."""
+    """Let the CPU attend by torch and sum in fp32, as devices do, and take gradients in bf16, whatever it has."""
+    monkeypatch.setattr("llmforge.calibration.layer.compiled_attention", lambda: nullcontext)
     monkeypatch.setattr("llmforge.calibration.sums._in_pairs", lambda: False)
     monkeypatch.setattr("llmforge.calibration.layer.has_bf16", lambda: True)
 
