@@ -61,8 +61,9 @@ class StoredMatrices(_Stored[QuantizedMatrix]):
     def _read(self, name: str, arrays: Mapping[str, NDArray[Any]]) -> QuantizedMatrix:
         described = _json(arrays, "grids")[name]
         k = described.pop("k")
-        points = arrays.get(f"{name}/zero_points")
-        return unpack(Packed(arrays[f"{name}/codes"], arrays[f"{name}/scales"], points), Grid(**described), k)
+        points, minima = arrays.get(f"{name}/zero_points"), arrays.get(f"{name}/minimums")
+        packed = Packed(arrays[f"{name}/codes"], arrays[f"{name}/scales"], points, minima)
+        return unpack(packed, Grid(**described), k)
 
     def grids(self) -> dict[str, Grid]:
         """Return the grid of each, and read no matrix."""

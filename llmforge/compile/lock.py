@@ -136,6 +136,8 @@ class StageDigests:
             digest.update(f"{name} {matrix.grid}\n".encode())
             for part in (matrix.codes, matrix.scales, matrix.zero_points):
                 digest.update(b"-" if part is None else part.tobytes())
+            if matrix.minimums is not None:
+                digest.update(matrix.minimums.tobytes())
         for index, each in sorted(found.kv.items()):
             digest.update(f"kv {index}\n".encode() + each.key.tobytes() + each.value.tobytes())
         digest.update(repr(sorted(found.inputs.items())).encode())

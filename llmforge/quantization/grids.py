@@ -55,12 +55,13 @@ class Packed:
     """A quantized matrix in the layout of com.microsoft::MatMulNBits, element 0 in the lowest bits of a byte.
 
     codes: uint8 [N, blocks, block_size * bits / 8]; beyond K stand codes of the value 0.  scales: fp32 [N, blocks].
-    zero_points: uint8 [N, ceil(blocks * bits / 8)], or None.
+    zero_points: uint8 [N, ceil(blocks * bits / 8)], or None.  minimums: fp32 [N, blocks], or None.
     """
 
     codes: NDArray[np.uint8]
     scales: NDArray[np.float32]
     zero_points: NDArray[np.uint8] | None
+    minimums: NDArray[np.float32] | None = None
 
 
 def round_to_nearest(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
@@ -228,7 +229,7 @@ def pack(matrix: QuantizedMatrix) -> Packed:
         codes = np.concatenate([codes, np.repeat(last, padding, 1)], 1)
     packed = pack_bits(codes, grid.bits).reshape(n, blocks, grid.block_size * grid.bits // 8)
     zero_points = None if matrix.zero_points is None else pack_bits(matrix.zero_points, grid.zero_bits)
-    return Packed(packed, matrix.scales, zero_points)
+    return Packed(packed, matrix.scales, zero_points, matrix.minimums)
 
 
 def unpack(packed: Packed, grid: Grid, k: int) -> QuantizedMatrix:
@@ -236,7 +237,7 @@ def unpack(packed: Packed, grid: Grid, k: int) -> QuantizedMatrix:
     n, blocks, _ = packed.codes.shape
     codes = unpack_bits(packed.codes.reshape(n, -1), grid.bits, blocks * grid.block_size)[:, :k]
     points = None if packed.zero_points is None else unpack_bits(packed.zero_points, grid.zero_bits, blocks)
-    return QuantizedMatrix(grid, np.ascontiguousarray(codes), packed.scales, points)
+    return QuantizedMatrix(grid, np.ascontiguousarray(codes), packed.scales, points, packed.minimums)
 
 
 def pack_bits(codes: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import llmforge
 from llmforge import targets
 from llmforge.backends.engines import exporter
 from llmforge.backends.exported_parameters import KernelBlocks
 from llmforge.backends.gguf import packing
 from llmforge.base.errors import UnsupportedError
+from llmforge.cache import Cache
+from llmforge.calibration import Store
+from llmforge.calibration.store import LayerResult, StoredMatrices
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.gguf import blocks
 from llmforge.compile import export_proxy
@@ -185,3 +190,39 @@ def test_compressed_tensors_has_no_such_type(sample_checkpoint: Path, sample_gra
     exported = export_proxy.exported(model, sample_graph, checkpoint)
     with pytest.raises(UnsupportedError, match="has no format with int4-block32-minima"):
         exporter("compressed-tensors", LOCAL).check(exported, EngineSpec(backend="compressed-tensors", max_context=64))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_calibration_keeps_of_a_type_is_read_back_whole(name: str, tmp_path: Path) -> None:
+    matrix = round_to_nearest(drawn(3), GRIDS[name])
+    with Cache(tmp_path / "layers") as cache:
+        kept = Store(cache).save("key", 0, LayerResult({"weight": matrix}, None))
+        assert isinstance(kept.linears["weight"], Path)
+        found = StoredMatrices(kept.linears)["weight"]
+    assert found.grid == matrix.grid
+    for one, other in zip(parts(found), parts(matrix), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def parts(matrix: QuantizedMatrix) -> list[Any]:
+    return [each for each in (matrix.codes, matrix.scales, matrix.zero_points, matrix.minimums) if each is not None]
+
+
+@pytest.mark.thorough
+def test_a_recipe_that_chooses_types_is_built(sample_checkpoint: Path, data: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
+    weights = {"codes": "gguf", "method": "auto", "weight_bytes": 4_500_000, "budget": {"kld_mean": 0.05}}
+    facts = {
+        "schema": 1,
+        "name": "types",
+        "checkpoint": str(sample_checkpoint),
+        "target": "local",
+        "engine": {"backend": "gguf", "max_context": 256, "max_batch": 1},
+        "calibration": {"data": str(data / "calibration.jsonl"), "samples": 4, "length": 128},
+        "passes": [{"quantize-weights": weights}],
+    }
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(facts))  # JSON is YAML
+    made = llmforge.build(recipe, out=tmp_path / "out")
+    file = made.path / "engine" / "model.gguf"
+    assert 4_000_000 < file.stat().st_size < 5_500_000  # tokenizer and header come on top
