@@ -8,7 +8,6 @@ each time.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -22,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.verify_gpu.checks import Step
+from llmforge.base import process
 from llmforge.base.errors import UsageError
 
 OK, REFUSED, NOT_RUN, FAILED = "ok", "refused", "not run", "failed"
 # Exit codes of llmforge (llmforge/base/errors.py): what is asked for cannot be served, or this machine lacks something.
 _BY_EXIT = {0: OK, 6: REFUSED, 8: NOT_RUN}
 REASON_CHARACTERS = 600
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @dataclass(frozen=True)
@@ -172,11 +171,9 @@ def _run_one(step: Step, record: Record, command: Sequence[str], limit_s: float)
 
 def _dies_with(parent: int) -> Callable[[], None]:
     """Give what a new process does first, so that it is killed when `parent`, which began it, ends in any way."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
 
     def attach() -> None:
-        if prctl is not None:
-            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        process.end_with_parent()
         if os.getppid() != parent:  # it ended before that
             os._exit(128 + signal.SIGKILL)
 

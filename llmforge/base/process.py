@@ -7,6 +7,7 @@ import ctypes
 import gc
 import importlib
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ _ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1
 _OF_BUILDS = {_ARENA_MAX: 1, _MMAP_THRESHOLD: 1 << 28, _TRIM_THRESHOLD: 1 << 29}
 _OF_SERVERS = {_ARENA_MAX: 2}
 _YOUNG = 10_000
+_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 _SET_BY_USER = "MALLOC_ARENA_MAX", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"
 
 
@@ -101,6 +103,16 @@ def import_whole(module: str) -> None:
     module that it found before, which lacks them. importlib looks again when it has waited.
     """
     importlib.import_module(module)
+
+
+def end_with_parent() -> None:
+    """Let the system kill this process when its parent ends in any way, where it can (Linux: prctl(2)).
+
+    A parent that has ended before is not noticed: compare `os.getppid` afterwards.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def cpu_flags() -> frozenset[str]:

@@ -8,7 +8,6 @@ torch for nothing else lets a process of its own do that, and goes on meanwhile.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import signal
@@ -37,7 +36,6 @@ if TYPE_CHECKING:  # the process is started before this one imports anything els
     Origin = tuple[Path, tuple[AdapterSource, ...]]  # `Checkpoint.opened_from`
 
 _ANSWERED = object()  # in place of an answer: another process has given it
-_PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 _START = "import sys; sys.path[:] = {path!r}; from llmforge.compile.frontend import serve; serve()"
 
 
@@ -201,7 +199,7 @@ class _Server:
         copy = os.fork()
         if copy == 0:
             try:
-                _end_with_parent()
+                process.end_with_parent()
                 os.write(told, machine.peak_resident_bytes().to_bytes(8))  # less than ours: files are not mapped yet
                 self.answer(_trace, origin)
             finally:
@@ -226,13 +224,6 @@ class _Server:
         model = kept_graph.load(files, _checkpoint(origin))
         assert model is not None, "a graph of other ties"
         return verify_trace(_checkpoint(origin), model, threads=threads, computed=runs).note(), self._copy_bytes
-
-
-def _end_with_parent() -> None:
-    """Let the system end this process when its parent ends, where it can."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _listen(questions: BinaryIO, asked: SimpleQueue[tuple[str, tuple[Any, ...]]]) -> None:
