@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,14 +13,13 @@ from llmforge.quantization.rounding import attention
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention  # as transformers calls it
 
 
-@cache
-def compiled_attention() -> Callable[[], AbstractContextManager[object]]:
-    """Return what makes a context in which causal attention on this thread is the compiled loops', and differentiable.
+def compiled_attention() -> AbstractContextManager[object]:
+    """Make a context in which causal attention on this thread is the compiled loops', and differentiable.
 
     Attention with a mask, and that of tensors elsewhere than on the CPU, is torch's, as is all of it where the
     processor has not their instructions.
     """
-    return _Compiled if attention.is_compiled() else nullcontext
+    return _Compiled() if attention.is_compiled() else nullcontext()
 
 
 class _Compiled(TorchFunctionMode):

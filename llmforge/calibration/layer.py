@@ -113,7 +113,7 @@ class DecoderLayer:
         for recorder in call.kwargs.values():
             if isinstance(recorder, _CacheRecorder):
                 recorder.ended = True  # what it recorded is of an earlier run
-        with nullcontext() if self.as_transformers else compiled_attention()():
+        with nullcontext() if self.as_transformers else compiled_attention():
             return _hidden(self.module(self.device.put(state), *call.args, **call.kwargs))
 
     def advance(self, states: list[torch.Tensor]) -> None:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError
 from llmforge.quantization import cpu_layout
-from llmforge.quantization.formats import GGUF as GGUF_FORMATS
 from llmforge.quantization.formats import K_SCALES
 from llmforge.quantization.grid import Grid, Scale, gguf_type
 from llmforge.quantization.trellis import LANES
@@ -78,7 +77,7 @@ class FormatOption:
 
 def size_bytes(n: int, k: int, grid: Grid) -> int:
     """Return what a matrix [n, k] on `grid` takes where it is stored."""
-    if not grid.portable and grid.format in GGUF_FORMATS:
+    if not grid.portable and grid in GGUF:
         return round(n * k * grid.format.bits_per_number / 8)
     if not grid.portable:
         return cpu_layout.groups(n) * cpu_layout.group_bytes(k, grid)

@@ -52,7 +52,7 @@ WINDOWS = [
 @pytest.fixture(autouse=True)
 def _same_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU attend by torch and sum in fp32, as devices do, and take gradients in bf16, whatever it has."""
-    monkeypatch.setattr("llmforge.calibration.layer.compiled_attention", lambda: nullcontext)
+    monkeypatch.setattr("llmforge.calibration.layer.compiled_attention", nullcontext)
     monkeypatch.setattr("llmforge.calibration.sums._in_pairs", lambda: False)
     monkeypatch.setattr("llmforge.calibration.layer.has_bf16", lambda: True)
 

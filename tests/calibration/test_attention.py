@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,13 +23,10 @@ from ..models import zoo
 pytestmark = pytest.mark.skipif(not attention.is_compiled(), reason="needs AVX-512")
 
 
-def ran(layer: DecoderLayer, state: torch.Tensor, how: Callable[[], Any]) -> tuple[list[torch.Tensor], int]:
-    """Run window 0 forwards and backwards, with attention as `how` has it: what comes out, and calls of the loops."""
+def ran(layer: DecoderLayer, state: torch.Tensor) -> tuple[list[torch.Tensor], int]:
+    """Run window 0 forwards and backwards: what comes out, and calls of the loops."""
     given = state.clone().requires_grad_()
-    with (
-        mock.patch("llmforge.calibration.layer.compiled_attention", return_value=how),
-        mock.patch.object(attention, "_run", wraps=attention._run) as loops,
-    ):
+    with mock.patch.object(attention, "_run", wraps=attention._run) as loops:
         out = layer.run(0, given)
         out.square().sum().backward()
     assert given.grad is not None
@@ -44,8 +40,8 @@ def test_a_layer_makes_what_it_makes_with_torch(kind: str, tmp_path: Path) -> No
     with torch.no_grad():
         calls, (state,) = skeleton.enter([np.arange(3, 103)])
     layer = skeleton.load(0, calls[0])
-    expected, none = ran(layer, state, nullcontext)
-    found, both = ran(layer, state, compiled_attention())
+    expected, none = ran(replace(layer, as_transformers=True), state)
+    found, both = ran(layer, state)
     assert (none, both) == (0, 2)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
@@ -57,7 +53,7 @@ def test_a_layer_makes_what_it_makes_with_torch(kind: str, tmp_path: Path) -> No
 )
 def test_other_attention_is_left_to_torch(options: dict[str, Any]) -> None:
     q = torch.randn(1, 2, 6, 8)
-    with mock.patch.object(attention, "_run") as loops, compiled_attention()():
+    with mock.patch.object(attention, "_run") as loops, compiled_attention():
         made = scaled_dot_product_attention(q, q, q, **options)
         scaled_dot_product_attention(*[q.expand(2, -1, -1, -1)] * 3, is_causal=True)
         scaled_dot_product_attention(*[q.double()] * 3, is_causal=True)

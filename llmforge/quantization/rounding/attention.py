@@ -7,6 +7,7 @@ thread of an EPYC (Zen 5) that others use, too: 9.8 CPU ms there, and 36 with gr
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ class Attended(NamedTuple):
     lse: Float32  # [heads, tokens]
 
 
+@cache
 def is_compiled() -> bool:
     """Say whether `attend` is compiled here, and this processor has its instructions, AVX-512."""
     return rounding.place() is not None and bool(rounding._library().llmforge_can_attend())
