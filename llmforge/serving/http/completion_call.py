@@ -177,10 +177,19 @@ def _fields(body: Any, encoder: PromptEncoder, model: str, reads: Collection[str
     fields = {name: value for name, value in body.items() if value is not None and name not in IGNORED}
     named = fields.get("model", model)
     adapter_of(named, model, encoder.config.adapters)
-    for name in (HARMLESS.keys() & fields.keys()).difference(reads):
-        if not any(type(fields[name]) is type(each) and fields[name] == each for each in HARMLESS[name]):
-            raise UsageError(f"{name}: this server does not support it", hint=f"leave {name} out")
+    require_harmless({name: value for name, value in fields.items() if name not in reads}, HARMLESS)
     return {name: value for name, value in fields.items() if name in reads or name not in HARMLESS} | {"model": named}
+
+
+def require_harmless(fields: Mapping[str, Any], harmless: Mapping[str, Sequence[Any]]) -> None:
+    """Return if fields that are known and not supported have values that ask for nothing.
+
+    Raises:
+        UsageError: one asks for something.
+    """
+    for name in harmless.keys() & fields.keys():
+        if not any(type(fields[name]) is type(each) and fields[name] == each for each in harmless[name]):
+            raise UsageError(f"{name}: this server does not support it", hint=f"leave {name} out")
 
 
 def _call(

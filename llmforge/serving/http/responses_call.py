@@ -15,7 +15,7 @@ from typing import Any
 from llmforge.base.errors import UsageError
 from llmforge.base.wording import quoted
 from llmforge.runtime.sampling.parameters import NAMES
-from llmforge.serving.http.completion_call import IGNORED, TEMPERATURE, CompletionCall, chat_call
+from llmforge.serving.http.completion_call import IGNORED, TEMPERATURE, CompletionCall, chat_call, require_harmless
 from llmforge.serving.prompts import PromptEncoder
 
 # What OpenAI knows and this server does not do, by the values that ask for nothing.
@@ -68,8 +68,7 @@ def read(body: Any, encoder: PromptEncoder, model: str) -> ResponsesCall:
     for name in fields:
         if name not in PARAMETERS:
             raise UsageError(f"{name}: unknown parameter", hint=f"known: {', '.join(sorted(PARAMETERS - _PASSED))}")
-        if name in _HARMLESS and fields[name] not in _HARMLESS[name]:
-            raise UsageError(f"{name}: this server does not support it", hint=f"leave {name} out")
+    require_harmless(fields, _HARMLESS)
     chat = {name: fields[name] for name in _PASSED if name in fields}
     chat |= {name: fields[name] for name in ("model", "temperature", "top_p", "stream") if name in fields}
     chat |= {name: fields[name] for name in ("parallel_tool_calls", "chat_template_kwargs") if name in fields}

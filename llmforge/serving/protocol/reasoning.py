@@ -146,6 +146,8 @@ def variables(fields: Mapping[str, Any], template: ChatTemplate | None) -> dict[
         UsageError: they make no sense, or the template reads none of such a name.
     """
     given, effort = fields.get("chat_template_kwargs"), fields.get("reasoning_effort")
+    if given is None and effort is None:
+        return {}
     found = _object({} if given is None else given)
     known = frozenset() if template is None else template.variables - _GIVEN
     for name in found:
