@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from llmforge import targets
 from llmforge.backends.engines import BuildRequest
+from llmforge.backends.exported_parameters import Exported
 from llmforge.backends.gguf import builder as gguf
 from llmforge.backends.gguf import packing
 from llmforge.checkpoint import Checkpoint
@@ -109,6 +110,20 @@ def test_an_unquantized_model_has_the_logits_of_transformers(name: str, tmp_path
     assert np.abs(found - expected).max() < 1e-4 * expected.std()
 
 
+def apart_and_lost(model: Any, folder: Path, exported: Exported) -> tuple[float, float]:
+    """Say how far llama.cpp's logits are from those of the dequantized weights, and these from those of the source.
+
+    Both are in deviations of the logits. The model has the dequantized weights afterwards.
+    """
+    before = logits(model)
+    for tensor, matrix in exported.quantized.items():
+        model.state_dict()[tensor].copy_(torch.from_numpy(dequantize(matrix.read())))
+    expected = logits(model)
+    found = runtime_process.LlamaCpp(str(folder)).text(TEXT, 1)
+    size = expected.std()
+    return float(np.abs(found - expected).mean() / size), float(np.abs(before - expected).mean() / size)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_a_quantized_model_has_the_logits_of_its_dequantized_weights(name: str, bits: int, tmp_path: Path) -> None:
@@ -118,14 +133,7 @@ def test_a_quantized_model_has_the_logits_of_its_dequantized_weights(name: str, 
         budget=Budget(kld_mean=1.0), bits=bits, block_size=32, symmetric=True, scales="fp16", method="rtn"
     )
     folder, exported = written(Checkpoint.open(tmp_path / "checkpoint"), tmp_path / "engine", step)
-    before = logits(model)
-    for tensor, matrix in exported.quantized.items():
-        model.state_dict()[tensor].copy_(torch.from_numpy(dequantize(matrix.read())))
-    expected = logits(model)
-
-    found = runtime_process.LlamaCpp(str(folder)).text(TEXT, 1)
-
-    apart, lost = np.abs(found - expected).mean() / expected.std(), np.abs(before - expected).mean() / expected.std()
+    apart, lost = apart_and_lost(model, folder, exported)
     print(
         f"{name}, {bits} bits: llama.cpp {apart:.4f} of a deviation from our weights, they {lost:.4f} from the source"
     )
@@ -144,14 +152,7 @@ def test_types_of_gguf_have_the_logits_of_their_dequantized_weights(
     folder, exported = written(Checkpoint.open(tmp_path / "checkpoint"), tmp_path / "engine", step)
     kinds = {packing.type_of(matrix.grid, matrix.k) for matrix in exported.quantized.values()}
     assert kinds == {names[bits - 3]}
-    before = logits(model)
-    for tensor, matrix in exported.quantized.items():
-        model.state_dict()[tensor].copy_(torch.from_numpy(dequantize(matrix.read())))
-    expected = logits(model)
-
-    found = runtime_process.LlamaCpp(str(folder)).text(TEXT, 1)
-
-    apart, lost = np.abs(found - expected).mean() / expected.std(), np.abs(before - expected).mean() / expected.std()
+    apart, lost = apart_and_lost(model, folder, exported)
     print(f"{name}, {kinds}: llama.cpp {apart:.4f} of a deviation from our weights, they {lost:.4f} from the source")
     assert apart < 0.05
     assert bits > 4 or apart < lost / 2

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from .nodes import ROOT, environ
+from .nodes import ROOT, environ, output
 
 _NET = "10.77.0"  # of the switch alone
 SWITCH = f"{_NET}.254"
@@ -83,12 +83,7 @@ class Host:
     def run(self, script: str, seconds: float = 1200) -> str:
         """Run a script, and return what it printed."""
         process = self.begin(script)
-        try:
-            stdout, stderr = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            stdout, stderr = process.communicate()
-            raise AssertionError(f"no end within {seconds} s: {script}\n{stdout}\n{stderr}") from None
+        stdout, stderr = output(process, seconds)
         assert process.returncode == 0, (script, stdout, stderr)
         return stdout
 

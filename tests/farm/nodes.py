@@ -29,6 +29,22 @@ SITE = Path(__file__).parent / "site"
 SLOW_TO_IMPORT = "rfc3987_syntax"
 BUCKET = "artifacts"
 KEYS = {"AWS_ACCESS_KEY_ID": "farm", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+RECIPE = """\
+schema: 1
+name: zoo
+checkpoint: llama
+target: cpu-avx2
+engine: {max_context: 64, max_batch: 2}
+passes: [fuse-norms, pack-qkv]
+"""
+MATRIX = """\
+schema: 1
+name: release
+recipe: recipe.yaml
+models: {llama: {checkpoint: llama}}
+targets: {cpu-avx2: }
+variants:
+"""
 _FREE = 3  # calls of moto's server that need no key: they make the first one
 _START_S = 300  # 20 to 30 on a quiet machine with two cores
 TRIALS = 5  # of a start: processes of Ray wait some seconds for one another, too few on a busy machine, and give up
@@ -77,6 +93,16 @@ def until(what: Callable[[], object], seconds: float = 600) -> None:
     while not what():
         assert time.monotonic() < limit
         time.sleep(0.1)
+
+
+def output(process: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
+    """Wait for the end of a process, and return what it wrote; one that does not end is killed."""
+    try:
+        return process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        stdout, stderr = process.communicate()
+        raise AssertionError(f"no end within {seconds} s: {process.args}\n{stdout}\n{stderr}") from None
 
 
 @dataclass
@@ -280,12 +306,7 @@ class Driver:
 
     def end(self, process: subprocess.Popen[str], seconds: float = 600) -> Done:
         """Wait for a command's end."""
-        try:
-            stdout, stderr = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            stdout, stderr = process.communicate()
-            raise AssertionError(f"no end within {seconds} s\n{stdout}\n{stderr}") from None
+        stdout, stderr = output(process, seconds)
         return Done(process.returncode, stdout, stderr)
 
     def run(self, *arguments: object, seconds: float = 600) -> Done:

@@ -27,7 +27,20 @@ from llmforge.farm import running
 
 from ..models import zoo
 from ..samples import pages
-from .nodes import BUCKET, ROOT, S3, SLOW_TO_IMPORT, Done, Driver, Nodes, has_namespaces, paths, until
+from .nodes import (
+    BUCKET,
+    MATRIX,
+    RECIPE,
+    ROOT,
+    S3,
+    SLOW_TO_IMPORT,
+    Done,
+    Driver,
+    Nodes,
+    has_namespaces,
+    paths,
+    until,
+)
 
 pytest.importorskip("moto", reason="moto is not installed (extra `dev`)")
 pytest.importorskip("s3fs", reason="s3fs is not installed (extra `dev`)")
@@ -40,22 +53,6 @@ pytestmark = [
 ]
 needs_namespaces = pytest.mark.skipif(not has_namespaces(), reason="this user may make no mount namespaces")
 
-RECIPE = """\
-schema: 1
-name: zoo
-checkpoint: llama
-target: cpu-avx2
-engine: {max_context: 64, max_batch: 2}
-passes: [fuse-norms, pack-qkv]
-"""
-MATRIX = """\
-schema: 1
-name: release
-recipe: recipe.yaml
-models: {llama: {checkpoint: llama}}
-targets: {cpu-avx2: }
-variants:
-"""
 GPU = """
   cpu-avx2:
   gpu:

@@ -21,7 +21,7 @@ from ..models import zoo
 from ..samples import pages
 from . import hosts as namespaces
 from .hosts import SWITCH, Host, Hosts
-from .nodes import KEYS, ROOT, TRIALS, until
+from .nodes import KEYS, MATRIX, RECIPE, ROOT, TRIALS, until
 
 COUNT = 10
 PORT = 9000  # of the store, on the switch
@@ -30,22 +30,7 @@ STARTS = 3  # of Ray at once
 SECTION = (
     (ROOT / "docs" / "farm.md").read_text(encoding="utf-8").split("## Ten hosts from nothing\n")[1].split("\n## ")[0]
 )
-RECIPE = """\
-schema: 1
-name: zoo
-checkpoint: llama
-target: cpu-avx2
-engine: {max_context: 64, max_batch: 2}
-passes: [fuse-norms, pack-qkv]
-"""
-MATRIX = """\
-schema: 1
-name: release
-recipe: recipe.yaml
-models: {llama: {checkpoint: llama}}
-targets: {cpu-avx2: }
-variants: {one: {engine.max_batch: 1}, two: , three: {engine.max_batch: 3}}
-"""
+VARIANTS = "  one: {engine.max_batch: 1}\n  two:\n  three: {engine.max_batch: 3}\n"
 
 
 def steps() -> list[str]:
@@ -106,7 +91,7 @@ def test_the_walk_ends_with_artifacts_in_the_store(hosts: Hosts, tmp_path: Path)
     (first.srv / "farm").mkdir()
     zoo.write("llama", first.srv / "farm" / "llama")
     (first.srv / "farm" / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
-    (first.srv / "farm" / "release.yaml").write_text(MATRIX, encoding="utf-8")
+    (first.srv / "farm" / "release.yaml").write_text(MATRIX + VARIANTS, encoding="utf-8")
     for name in names[-1:]:
         shutil.copytree(first.srv / "farm", hosts[name].srv / "farm")
     first.run(keys)
