@@ -68,7 +68,7 @@ def batch(artifact: Path, requests: Path, path: Path, as_json: bool, quiet: bool
     admit(opened, options.allow, options.rehash)
     model = options.name or opened.manifest.name
     template = chosen(opened.path / "tokenizer", options.chat_template, tool_prompt=options.tool_prompt)
-    engine_options = record(EngineOptions, given, max_queue=_WAITING)
+    served = record(EngineOptions, given, max_queue=_WAITING)
     with console.progress(quiet=quiet) as progress:
         progress.stage("Read requests")
         asked = batches.read(requests, PromptEncoder.read(opened.path, template))
@@ -81,7 +81,7 @@ def batch(artifact: Path, requests: Path, path: Path, as_json: bool, quiet: bool
         partial = path.with_name(f"{path.name}.partial")
         progress.stage("Load engine")
         with (
-            EngineProcess(opened.path, engine_options, options.threads, template=template) as engine,
+            EngineProcess(opened.path, served, options.threads, template=template) as engine,
             output.writing(partial),
             batches.Journal.opened(partial, of) as journal,
         ):
