@@ -39,7 +39,7 @@ def take(capture: Any, probe: Any, *_: Any) -> CaptureResult:
     """Take the steps of a proof, whose results are zeros."""
     probe(ONE, graph=False)
     probe(ONE, graph=True)
-    probe(OTHER, graph=True, export_format=True)
+    probe(OTHER, graph=True, moved=True)
     probe(OTHER, graph=True)
     return CaptureResult(capture, None, 0.0, 0.0, 0)
 

@@ -15,8 +15,8 @@ What is verified, a step each, every one in a process of its own:
                              run where there is one GPU
     attention:…              which kernel computes attention, against what is expected of the device
 
---lease 40m takes of it what settles most in so much time, and stops there; without a network, wheels are carried in
-parts (python -m benchmarks.verify_gpu.wheels).
+--lease 40m takes of it what settles most in so much time, and stops there. To a borrowed machine without a network or
+torch, a pack of engines and the runtime's wheel is carried, and runs in half an hour (README.md beside this file).
 
 A step that fails is recorded with its reason, and the others go on. What was run is not run again, what failed with
 --again alone: start it anew with the same --work to go on. However a run is ended, its step ends with it, and what was

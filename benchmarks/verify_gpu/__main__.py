@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import fnmatch
 import json
 import re
@@ -66,21 +65,7 @@ def _run(arguments: argparse.Namespace) -> None:
     command += [] if arguments.lease is None else ["--lease", f"{arguments.lease:g}m"]
     mark = arguments.work / "scale.json"
     _same_kind(mark, dry=chosen.dry)
-    page = arguments.work / "gpu-evidence.md"
-
-    def tell() -> None:
-        """Write what is known up to now: whoever is ended later has it."""
-        outcomes = {step.name: found for step in steps if (found := record.read(step.name)) is not None}
-        facts = {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()}
-        told = {"dry_run": chosen.dry, "scale": dataclasses.asdict(chosen), "steps": facts}
-        for path, text in (
-            (arguments.work / "gpu-evidence.json", json.dumps(told, indent=1)),
-            (page, evidence.render(outcomes, chosen)),
-        ):
-            partial = path.with_suffix(".partial")
-            partial.write_text(text, encoding="utf-8")
-            partial.rename(path)
-
+    tell = evidence.writer(steps, record, chosen, arguments.work)
     runner.run(
         wanted,
         record,
@@ -89,8 +74,7 @@ def _run(arguments: argparse.Namespace) -> None:
         again=arguments.again,
         after_each=tell,
     )
-    tell()
-    print(page)
+    print(tell())
 
 
 def _same_kind(mark: Path, *, dry: bool) -> None:

@@ -15,14 +15,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.verify_gpu import calibrating, place, speed
+from benchmarks.verify_gpu import calibrating, opening, place, speed
 from benchmarks.verify_gpu.scale import EVERY, Scale
+from benchmarks.verify_gpu.steps import Result, Run, Step, named
 from llmforge.base.errors import EnvironmentLacks, Unavailable, VerificationError
 from llmforge.native import nccl
 from llmforge.runtime.config import FILE, RuntimeConfig
@@ -44,29 +44,6 @@ ATTENTION = {  # heads, KV heads, head_dim, window, engine.kv_cache
 }
 RANKS = 2
 SLOTS = "-slots"  # ends names of steps whose engines have slots, where they would have blocks by default
-PIECES = [20, 1, 1, 9, 1, 1]  # a prompt, tokens one by one, several behind a past
-
-Result = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a step gets."""
-
-    scale: Scale
-    work: Path
-    target: str | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One step: `limit_s` bounds it; `after` must have gone well before it."""
-
-    name: str
-    limit_s: float
-    work: Callable[[Run], Result]
-    after: tuple[str, ...] = ()
-    read_log: Callable[[Result, str], Result] | None = None  # adds to the result what the log says
 
 
 def plan(scale: Scale) -> list[Step]:
@@ -74,29 +51,27 @@ def plan(scale: Scale) -> list[Step]:
     made = [Step("environment", 120, environment)]
     for precision, names in scale.parity.items():
         for name in zoo_names() if EVERY in names else names:
-            made.append(Step(f"parity:{precision}:{name}", 300, _named(parity, precision, name)))
-    made.append(Step(f"parity:{scale.plain}{SLOTS}:llama", 300, _named(parity, scale.plain, "llama", "slots")))
+            made.append(Step(f"parity:{precision}:{name}", 300, named(parity, precision, name)))
+    made.append(Step(f"parity:{scale.plain}{SLOTS}:llama", 300, named(parity, scale.plain, "llama", "slots")))
     made.append(Step("capture", 600, capture))
-    made.append(Step("capture:slots", 600, _named(capture, "slots")))
+    made.append(Step("capture:slots", 600, named(capture, "slots")))
     made.append(Step("calibration", 600, lambda run: calibrating.calibration(run.scale)))
     for model, wanted in scale.models.items():
-        made.append(Step(f"shape:{model}", 1800, _named(shape, model)))
+        made.append(Step(f"shape:{model}", 1800, named(shape, model)))
         after = (f"shape:{model}",)
-        made += [Step(f"build:{model}:{each}", 3600, _named(build, model, each), after) for each in wanted.precisions]
+        made += [Step(f"build:{model}:{each}", 3600, named(build, model, each), after) for each in wanted.precisions]
     for number in range(1, scale.rounds + 1):
         for model in scale.models:
             for subject in scale.subjects(model):
                 ours = subject.startswith("llmforge-")
                 needs = f"build:{model}:{subject.removeprefix('llmforge-')}" if ours else f"shape:{model}"
-                made.append(
-                    Step(f"speed:{number}:{model}:{subject}", 900, _named(throughput, model, subject), (needs,))
-                )
+                made.append(Step(f"speed:{number}:{model}:{subject}", 900, named(throughput, model, subject), (needs,)))
     first, last = next(iter(scale.models)), scale.models[next(iter(scale.models))].precisions[-1]
-    made.append(Step("profile", 600, _named(profile, first, last), (f"build:{first}:{last}",)))
-    made += [Step(name, 1200, _named(plans, name)) for name in ("tensorrt", "tensorrt-rtx")]
+    made.append(Step("profile", 600, named(profile, first, last), (f"build:{first}:{last}",)))
+    made += [Step(name, 1200, named(plans, name)) for name in ("tensorrt", "tensorrt-rtx")]
     made.append(Step("ranks", 1200, ranks))
     if scale.attention:
-        made += [Step(f"attention:{name}", 300, _named(attention, name), (), read_attention) for name in ATTENTION]
+        made += [Step(f"attention:{name}", 300, named(attention, name), (), read_attention) for name in ATTENTION]
     return made
 
 
@@ -107,15 +82,16 @@ def zoo_names() -> tuple[str, ...]:
     return tuple(zoo.ZOO)
 
 
-def _named(work: Callable[..., Result], *names: str) -> Callable[[Run], Result]:
-    return lambda run: work(run, *names)
-
-
 def environment(run: Run) -> Result:
-    device = place.device(run.scale)
     chosen = place.target(run.scale, run.target)
+    return machine(run.scale, chosen.name, None if chosen.bandwidth_gbs is None else chosen.bandwidth_gbs.value)
+
+
+def machine(scale: Scale, target: str, data_sheet_gb_per_s: float | None) -> Result:
+    """Describe the device, which stands for `target`, and its copy bandwidth."""
+    device = place.device(scale)
     driver = "not asked"
-    if shutil.which("nvidia-smi") and not run.scale.dry:
+    if shutil.which("nvidia-smi") and not scale.dry:
         query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     return {
@@ -123,9 +99,9 @@ def environment(run: Run) -> Result:
         "sm": device.sm,
         "memory_bytes": device.memory()[1],
         "driver": driver,
-        "copy_gb_per_s": _copy_bandwidth(device, run.scale.copy_bytes),
-        "target": chosen.name,
-        "data_sheet_gb_per_s": None if chosen.bandwidth_gbs is None else chosen.bandwidth_gbs.value,
+        "copy_gb_per_s": _copy_bandwidth(device, scale.copy_bytes),
+        "target": target,
+        "data_sheet_gb_per_s": data_sheet_gb_per_s,
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
     }
@@ -169,7 +145,7 @@ def attention(run: Run, name: str) -> Result:
     config = RuntimeConfig.read(folder / "engine" / FILE)
     # Unrecorded: a replay chooses no kernel.
     (folder / "engine" / FILE).write_text(dataclasses.replace(config, graphs=None, buckets=()).to_json())
-    session = subjects.open_engine(folder, run.scale)
+    session = opening.open_engine(folder, run.scale)
     ids = np.random.default_rng(0).integers(3, zoo.VOCABULARY, (1, 40))
     cache = session.allocate(1, 128)
     for said, count, past in (("PREFILL", 32, 0), ("DECODE", 1, 32)):
@@ -218,32 +194,13 @@ def parity(run: Run, precision: str, name: str, kv_cache: str | None = None) -> 
     folder = run.work / "engines" / f"{name}-{precision}{SLOTS if kv_cache else ''}"
     subjects.build(checkpoint, folder, precision, chosen, max_batch=2, max_context=128, kv_cache=kv_cache)
     wanted = subjects.reference(checkpoint, run.work / "engines" / f"{name}-{precision}-cpu", precision)
-    session = subjects.open_engine(folder, run.scale)
+    session = opening.open_engine(folder, run.scale)
     return _compared(session, wanted, run.scale.tolerances[precision], zoo.VOCABULARY)
 
 
 def _compared(session: Any, wanted: Any, tolerance: float, vocabulary: int) -> Result:
-    from benchmarks.verify_gpu import subjects
-
-    ids = np.random.default_rng(0).integers(3, vocabulary, (1, sum(PIECES)))
-    got, expected = (subjects.all_logits(each, ids, PIECES, 128) for each in (session, wanted))
-    worst = float(np.abs(got - expected).max())
-    result = {
-        "largest_difference": worst,
-        "spread": float(expected.std()),
-        "kld_mean": _divergence(expected, got),
-        "same_first_choice": float((got.argmax(-1) == expected.argmax(-1)).mean()),
-    }
-    if not worst <= tolerance:  # also where it is NaN
-        raise VerificationError(f"logits differ by up to {worst:.3g}, and {tolerance:g} is allowed: {result}")
-    return result
-
-
-def _divergence(wanted: np.ndarray, got: np.ndarray) -> float:
-    """Mean KL divergence of softmax(got) from softmax(wanted), in nats a token."""
-    p, q = (x.astype(np.float64) - x.max(-1, keepdims=True) for x in (wanted, got))
-    p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (p, q))
-    return float((np.exp(p) * (p - q)).sum(-1).mean())
+    ids = opening.text(vocabulary)
+    return opening.compared(*(opening.all_logits(each, ids, 128) for each in (session, wanted)), tolerance)
 
 
 def capture(run: Run, kv_cache: str | None = None) -> Result:
@@ -254,7 +211,12 @@ def capture(run: Run, kv_cache: str | None = None) -> Result:
     chosen = place.target(run.scale, run.target)
     sizes = {"max_batch": 8, "max_context": 1024}
     subjects.build(subjects.SAMPLE, folder, run.scale.plain, chosen, **sizes, kv_cache=kv_cache)
-    session = subjects.open_engine(folder, run.scale)
+    return captures(run.scale, folder)
+
+
+def captures(scale: Scale, folder: Path) -> Result:
+    """Record every planned decode step of an engine."""
+    session = opening.open_engine(folder, scale)
     config = RuntimeConfig.read(folder / "engine" / FILE)
     session.allocate(config.max_batch, config.max_context)
     planned = 0 if config.graphs is None else len(config.graphs.captures)
@@ -274,7 +236,7 @@ def plans(run: Run, backend: str) -> Result:
 
     folder, chosen = run.work / "engines" / backend, place.target(run.scale, run.target)
     facts = subjects.build(subjects.SAMPLE, folder, "fp16", chosen, max_batch=8, max_context=128, backend=backend)
-    session = subjects.open_engine(folder, run.scale)
+    session = opening.open_engine(folder, run.scale)
     wanted = subjects.reference(subjects.SAMPLE, run.work / "engines" / f"{backend}-cpu")
     compared = _compared(session, wanted, 0.2, wanted.vocabulary)  # logits of a trained model spread over some 3
     step = speed.decode(session, session.allocate(8, 128), 8, 16, 16)
@@ -290,7 +252,7 @@ def ranks(run: Run) -> Result:
         raise EnvironmentLacks(f"{RANKS} ranks take one GPU each, and there {'is' if seen == 1 else 'are'} {seen}")
     folder, chosen = run.work / "engines" / "ranks", place.target(run.scale, run.target)
     subjects.build(subjects.SAMPLE, folder, run.scale.plain, chosen, max_batch=8, max_context=128, ranks=RANKS)
-    session = subjects.open_engine(folder, run.scale)
+    session = opening.open_engine(folder, run.scale)
     wanted = subjects.reference(subjects.SAMPLE, run.work / "engines" / "ranks-cpu")
     compared = _compared(session, wanted, 1e-3 if run.scale.dry else 0.2, wanted.vocabulary)
     cache = session.allocate(8, 128)
@@ -344,10 +306,8 @@ def throughput(run: Run, model: str, subject: str) -> Result:
         return speed.torch_steps(checkpoint, scale, compiled=subject == "torch-compile")
     if subject == "vllm":
         return speed.vllm(checkpoint, scale)
-    from benchmarks.verify_gpu import subjects
-
     start = time.perf_counter()
-    runner = subjects.open_runner(_engine(run, model, subject.removeprefix("llmforge-")), scale)
+    runner = opening.open_runner(_engine(run, model, subject.removeprefix("llmforge-")), scale)
     session = runner.session
     cache = session.allocate(max(scale.batches), scale.max_context)
     loaded = time.perf_counter() - start
@@ -359,12 +319,11 @@ def throughput(run: Run, model: str, subject: str) -> Result:
 
 def profile(run: Run, model: str, precision: str) -> Result:
     """Say where the time of a served step goes: steps, sampling and copies, with ranges for a profiler."""
-    from benchmarks.verify_gpu import subjects
     from benchmarks.verify_gpu.ranges import Ranges
     from llmforge.runtime.sampling.sampler import TokenSampler
 
     ranges, rows = Ranges(), max(run.scale.batches)
-    runner = subjects.open_runner(_engine(run, model, precision), run.scale)
+    runner = opening.open_runner(_engine(run, model, precision), run.scale)
     device = runner.session.device
     parts = {
         "step": [(runner.session, "step")],

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from benchmarks.verify_gpu.runner import OK, Outcome
+from benchmarks.verify_gpu.runner import OK, Outcome, Record
 from benchmarks.verify_gpu.scale import Scale
+from benchmarks.verify_gpu.steps import Step
 
 DRY_RUN = "**DRY RUN** on a CPU with tiny shapes: these figures say nothing of any GPU."
 Outcomes = Mapping[str, Outcome]
 
 
+def writer(steps: Sequence[Step], record: Record, scale: Scale, work: Path) -> Callable[[], Path]:
+    """Make what writes all that is known up to now, as tables and as JSON: whoever is ended later has it."""
+    page, whole = work / "gpu-evidence.md", work / "gpu-evidence.json"
+
+    def write() -> Path:
+        outcomes = {step.name: found for step in steps if (found := record.read(step.name)) is not None}
+        facts = {name: dataclasses.asdict(outcome) for name, outcome in outcomes.items()}
+        told = {"dry_run": scale.dry, "scale": dataclasses.asdict(scale), "steps": facts}
+        for path, text in ((whole, json.dumps(told, indent=1)), (page, render(outcomes, scale))):
+            partial = path.with_suffix(".partial")
+            partial.write_text(text, encoding="utf-8")
+            partial.rename(path)
+        return page
+
+    return write
+
+
 def render(outcomes: Outcomes, scale: Scale) -> str:
     """Write the evidence as Markdown."""
     parts = ["# Evidence from a GPU", DRY_RUN if scale.dry else "", _environment(outcomes), _attention(outcomes)]
-    parts += [_parity(outcomes), _captures(outcomes), _calibration(outcomes)]
+    parts += [_parity(outcomes), _captures(outcomes), _heads(outcomes), _calibration(outcomes)]
     parts += [
         part for model in scale.models for part in (_speed(outcomes, scale, model), _served(outcomes, scale, model))
     ]
-    parts += [_ranks(outcomes), _profile(outcomes), _troubles(outcomes)]
+    parts += [_contexts(outcomes), _ranks(outcomes), _profile(outcomes), _troubles(outcomes)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -72,6 +93,27 @@ def _captures(outcomes: Outcomes) -> str:
             rows.append((*what, f"{each['eager_ms']:.2f}", replay, f"{each['memory_bytes'] / 1e6:.1f}"))
     head = ("engine", "rows", "tokens", "CUDA graph", "eager ms", "replayed ms", "MB")
     return _table("## Recorded decode steps", head, rows)
+
+
+def _heads(outcomes: Outcomes) -> str:
+    found = _result(outcomes, "heads")
+    if found is None:
+        return ""
+    rows = [
+        ("largest error of a mass, of the largest of its row", f"{found['masses_error']:.2g}"),
+        ("tokens that the device guessed", f"{found['guessed']} of {found['tokens']}"),
+        ("answers equal with guesses and without", f"{found['same_answers']} of {found['answers']}"),
+    ]
+    return _table("## Heads, masses and guesses; heads are the largest of their rows", ("", ""), rows)
+
+
+def _contexts(outcomes: Outcomes) -> str:
+    rows = [
+        (name, length, f"{1e3 * step_s:.2f}")
+        for name, found in _results(outcomes, "contexts:")
+        for length, step_s in found["step_s"].items()
+    ]
+    return _table("## Decode steps of one row behind long contexts", ("", "tokens", "ms"), rows)
 
 
 def _calibration(outcomes: Outcomes) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from benchmarks.verify_gpu.scale import Scale
-from llmforge import targets
 from llmforge.base.errors import EnvironmentLacks
-from llmforge.measure.gpus import Gpu
 from llmforge.runtime.device import cuda as devices
 from llmforge.runtime.device.cuda import Device
 from tests.fakes.host_device import HostDevice
+
+if TYPE_CHECKING:
+    from llmforge.targets import Target
 
 
 def device(scale: Scale) -> Device:
@@ -16,12 +19,16 @@ def device(scale: Scale) -> Device:
     return HostDevice() if scale.dry else devices.CudaDevice()
 
 
-def target(scale: Scale, name: str | None) -> targets.Target:
+def target(scale: Scale, name: str | None) -> Target:
     """Find the target of the device, as `llmforge doctor` names it, unless `name` says.
 
     Raises:
         EnvironmentLacks: there is none.
     """
+    # What reads targets is not there where engines are only run.
+    from llmforge import targets
+    from llmforge.measure.gpus import Gpu
+
     if scale.dry:
         return targets.local()
     if name is not None:

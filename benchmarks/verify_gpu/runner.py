@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.verify_gpu.checks import Step
+from benchmarks.verify_gpu.steps import Step
 from llmforge.base import process
 from llmforge.base.errors import UsageError
 

@@ -67,11 +67,22 @@ class Scale:
     rounds: int
     copy_bytes: int
     attention: bool = True  # whether the kernels of attention are asked for, shape by shape
+    contexts: tuple[int, ...] = ()  # tokens of a row, behind which decode steps are timed, too
 
     @property
     def max_context(self) -> int:
         """Capacity of the engines: room for what is timed, in multiples of 128."""
-        return -(-max(self.context + 2 * self.tokens, max(self.prompts) + 1) // 128) * 128
+        return (
+            -(
+                -max(
+                    self.context + 2 * self.tokens,
+                    max(self.prompts) + 1,
+                    *(each + self.tokens for each in self.contexts),
+                )
+                // 128
+            )
+            * 128
+        )
 
     @property
     def plain(self) -> str:
@@ -121,4 +132,23 @@ DRY = Scale(
     tokens=4,
     rounds=2,
     copy_bytes=1 << 20,
+)
+
+# What is carried to a machine for half an hour: few shapes, and more rows.
+CARRIED = dataclasses.replace(
+    LEASE,
+    models={"8b": Model(LLAMA_8B, ("bf16", "int4"))},
+    parity={"fp16": ("llama", "qwen3-moe"), **dict.fromkeys(("bf16", "int8", "int4", "int8-kv"), ("llama",))},
+    batches=(1, 64, 256),
+    context=300,
+    tokens=32,
+    contexts=(2048, 8000),
+)
+CARRIED_DRY = dataclasses.replace(
+    DRY,
+    models={"tiny": Model(TINY, ("fp32", "int4"))},
+    parity=dict.fromkeys(("fp32", "int8", "int4", "int8-kv"), ("llama",)),
+    rounds=1,
+    attention=False,
+    contexts=(32, 96),
 )

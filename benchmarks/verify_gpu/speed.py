@@ -74,29 +74,38 @@ def served(runner: Runner, scale: Scale) -> dict[str, Any]:
 def together(engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, tokens: int) -> list[list[float]]:
     """Run requests at once; give for each the times of its tokens, in seconds after all were sent."""
     times: list[list[float]] = [[] for _ in prompts]
-    left, done, failed = [len(prompts)], threading.Event(), []
+    wanted = dataclasses.replace(sampling, max_tokens=tokens)
+    start = time.perf_counter()
+    collect(
+        engine,
+        [Request(tuple(prompt), wanted) for prompt in prompts],
+        lambda own, _: times[own].append(time.perf_counter() - start),
+    )
+    return times
 
-    def receiver(own: list[float]) -> Callable[[Chunk | ForgeError], None]:
-        def receive(item: Chunk | ForgeError) -> None:
+
+def collect(engine: Engine, requests: Sequence[Request], receive: Callable[[int, int], None]) -> None:
+    """Run requests at once, and give every token with the number of its request to `receive`."""
+    left, done, failed = [len(requests)], threading.Event(), []
+
+    def receiver(own: int) -> Callable[[Chunk | ForgeError], None]:
+        def take(item: Chunk | ForgeError) -> None:
             if isinstance(item, ForgeError):
                 failed.append(item)
             elif item.token_id is not None:
-                own.append(time.perf_counter() - start)
+                receive(own, item.token_id)
             if isinstance(item, ForgeError) or item.finish_reason is not None:
                 left[0] -= 1
                 if not left[0]:
                     done.set()
 
-        return receive
+        return take
 
-    wanted = dataclasses.replace(sampling, max_tokens=tokens)
-    start = time.perf_counter()
-    for prompt, own in zip(prompts, times, strict=True):
-        engine.submit(Request(tuple(prompt), wanted), receiver(own))
+    for own, request in enumerate(requests):
+        engine.submit(request, receiver(own))
     done.wait()
     if failed:
         raise failed[0]
-    return times
 
 
 def gap(times: Sequence[Sequence[float]]) -> float:

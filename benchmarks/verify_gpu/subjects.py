@@ -11,14 +11,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
-from benchmarks.verify_gpu.scale import Scale
 from llmforge import passes, targets
-from llmforge.backends import engines, loading
+from llmforge.backends import engines
 from llmforge.backends.onnxruntime.builder import write_tokenizer
-from llmforge.backends.onnxruntime.cuda.session import DeviceSession
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
@@ -34,10 +30,7 @@ from llmforge.quantization.statistics import KvRange, Statistics
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context, Pass
 from llmforge.runtime.config import FILE, MODEL_FILE, RuntimeConfig
-from llmforge.runtime.interface import StepInputs
-from llmforge.serving import Runner
 from llmforge.trace import trace
-from tests.fakes.host_device import HostDevice
 
 SAMPLE = Path("tests/data/docs-llama-7m")
 ANY_COST = Budget(kld_mean=1e9)  # weights are random: what precision costs is measured on real ones
@@ -71,7 +64,16 @@ def _ranges(model: ir.Model) -> Statistics:
     return Statistics(0, 0, {}, layers)
 
 
-def build(
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """What an engine is built of, and what is known of it before."""
+
+    request: engines.BuildRequest
+    opened: Checkpoint
+    facts: Mapping[str, Any]
+
+
+def lowered(
     checkpoint: Path,
     folder: Path,
     precision: str,
@@ -82,9 +84,8 @@ def build(
     backend: str = "onnxruntime",
     ranks: int = 1,
     kv_cache: str | None = None,
-) -> dict[str, Any]:
-    """Write the engine of `checkpoint` into `folder`, anew, or that of several ranks; return what is known of it."""
-    shutil.rmtree(folder, ignore_errors=True)
+) -> Lowered:
+    """Lower `checkpoint` to an engine in `folder`, or to one of several ranks."""
     opened = Checkpoint.open(checkpoint)
     model = trace(opened)
     made = steps(precision, backend)
@@ -100,31 +101,37 @@ def build(
     builder = engines.for_target(spec.backend, chosen)
     graphs = [model] if ranks == 1 else split(model, ranks).ranks
     lowerings = [builder.lower(each, chosen, spec) for each in graphs]
-    lowered, changes = lowerings[0]
+    first, changes = lowerings[0]
     ends = opened.eos_token_ids, opened.bos_token_id
     several = [each for each, _ in lowerings] if ranks > 1 else []
-    engine = builder.build(engines.BuildRequest(lowered, folder / "engine", spec, chosen, *ends, ranks=several))
-    write_tokenizer(opened, folder / "tokenizer")
+    request = engines.BuildRequest(first, folder / "engine", spec, chosen, *ends, ranks=several)
     read = footprint.count(model)
+    facts = {
+        "weight_bytes_per_token": read.weights,
+        "kv_bytes_per_token": read.kv,
+        "notes": list(changes.notes),
+        "slower": [f"{each.node}: {each.reason}" for each in changes.skipped],
+    }
+    return Lowered(request, opened, facts)
+
+
+def build(checkpoint: Path, folder: Path, precision: str, chosen: targets.Target, **options: Any) -> dict[str, Any]:
+    """Write the engine of `checkpoint` into `folder`, anew, or that of several ranks; return what is known of it.
+
+    `options` are those of `lowered`.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    made = lowered(checkpoint, folder, precision, chosen, **options)
+    engine = engines.for_target(made.request.spec.backend, chosen).build(made.request)
+    write_tokenizer(made.opened, folder / "tokenizer")
     facts = {
         "nodes": engine.nodes,
         "size_bytes": engine.size_bytes,
-        "weight_bytes_per_token": read.weights,
-        "kv_bytes_per_token": read.kv,
-        "notes": [*changes.notes, *engine.notes],
-        "slower": [f"{each.node}: {each.reason}" for each in changes.skipped],
+        **made.facts,
+        "notes": [*made.facts["notes"], *engine.notes],
     }
     (folder / FACTS).write_text(json.dumps(facts), encoding="utf-8")
     return facts
-
-
-def open_engine(folder: Path, scale: Scale) -> Any:
-    """Open an engine with what runs it; in a dry run, the session that drives a GPU, over the host's memory."""
-    config = RuntimeConfig.read(folder / "engine" / FILE)
-    if not scale.dry or config.ranks > 1:  # ranks of a dry run are processes on the CPU
-        return loading.open_engine(folder / "engine", config)
-    model = folder / "engine" / MODEL_FILE
-    return DeviceSession(model, config.session.resolve(), HostDevice(), buckets=(config.max_batch,))
 
 
 def reference(checkpoint: Path, folder: Path, precision: str = "fp32") -> Session:
@@ -133,24 +140,6 @@ def reference(checkpoint: Path, folder: Path, precision: str = "fp32") -> Sessio
     build(checkpoint, folder, codes, targets.local(), max_batch=1, max_context=128)
     config = RuntimeConfig.read(folder / "engine" / FILE)
     return Session(folder / "engine" / MODEL_FILE, dataclasses.replace(config.session.resolve(), optimize=False))
-
-
-def open_runner(folder: Path, scale: Scale) -> Runner:
-    """Open an engine with its tokenizer, so that a scheduler runs it."""
-    config = RuntimeConfig.read(folder / "engine" / FILE)
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
-    return Runner(open_engine(folder, scale), config, tokenizer, None)
-
-
-def all_logits(backend: Any, ids: NDArray[np.int64], pieces: list[int], capacity: int) -> NDArray[np.float32]:
-    """Run one row in `pieces`, and give the logits after every token, fp32 [S, V]."""
-    cache, at, found = backend.allocate(1, capacity), 0, []
-    for count in pieces:
-        piece, past = ids[:, at : at + count], np.array([at], np.int32)
-        whole = np.array([ids.shape[1]])
-        found.append(backend.step(StepInputs(piece, past, np.arange(count), text_lengths=whole), cache.rows(0, 1))[0])
-        at += count
-    return np.concatenate(found)
 
 
 def shape_checkpoint(shape: Mapping[str, Any], folder: Path) -> None:

@@ -313,27 +313,6 @@ def test_ranges_time_what_they_watch_and_leave_it_as_it_was(program):
     assert vars(worker) == {}
 
 
-def test_wheels_are_carried_in_parts_and_checked(program, tmp_path):
-    from benchmarks.verify_gpu import wheels
-
-    made = tmp_path / "made"
-    made.mkdir()
-    contents = {"a-1-py3-none-any.whl": b"x" * 25, "b-2-py3-none-any.whl": b"y"}
-    for name, content in contents.items():
-        (made / name).write_bytes(content)
-    parts = tmp_path / "parts"
-    wheels.cut(made, parts, 10)
-    assert sorted(each.stat().st_size for each in parts.glob("*.whl.*")) == [1, 5, 10, 10]
-    joined = wheels.join(parts, tmp_path / "joined")
-    assert {each.name: each.read_bytes() for each in joined} == contents
-    (parts / "a-1-py3-none-any.whl.001").write_bytes(b"z" * 10)
-    with pytest.raises(SystemExit, match="not the wheel that was packed"):
-        wheels.join(parts, tmp_path / "joined")
-    (parts / "a-1-py3-none-any.whl.001").unlink()
-    with pytest.raises(SystemExit, match=r"a-1-py3-none-any\.whl\.001 is missing"):
-        wheels.join(parts, tmp_path / "joined")
-
-
 def test_throughput_and_bandwidth_are_medians_over_the_rounds(program):
     scale, outcome = program["scale"].GPU, program["runner"].Outcome
     machine = {

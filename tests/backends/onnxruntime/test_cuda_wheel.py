@@ -7,6 +7,7 @@ then lists kernels, places nodes, chooses attention kernels and decides what is 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -279,7 +280,7 @@ def test_engines_load_and_are_captured(
     for step in (*first, *more, FuseExperts(), LowerPrecision(BUDGET, dtype)):
         step.run(model, Context(target, ranges))
     lowered, _ = cuda.lower(model, target, SPEC)
-    config = cuda.write(BuildRequest(lowered, tmp_path / "engine", SPEC, target, (0,), 0))
+    config, _ = cuda.write(BuildRequest(lowered, tmp_path / "engine", SPEC, target, (0,), 0))
     found = cuda_wheel.rehearse(wheel, tmp_path / "engine", sm)
     assert config.graphs is not None
     assert [capture.id for capture in config.graphs.captures] == [1, 2]
@@ -343,3 +344,45 @@ def test_a_decode_step_launches_as_many_kernels_as_is_said(
     assert counts == {launches}
     said = (BENCHMARKS.parent / "docs" / "cuda.md").read_text(encoding="utf-8")
     assert "launches 136 kernels for 6 layers, over slots 119" in said
+
+
+PRELOADED = """
+import ctypes, json
+from pathlib import Path
+import onnxruntime
+from llmforge.backends.onnxruntime.cuda import session
+said = session._preload()
+provider = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
+try:
+    ctypes.CDLL(str(provider))
+except OSError as error:
+    said += str(error)
+print(json.dumps([said, [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]]))
+"""
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_libraries_of_cuda_are_found_wherever_they_are_installed(wheel: Path, tmp_path: Path, beside: bool):
+    """`preload_dlls` looks beside onnxruntime alone; as an environment over another one, it would not find them."""
+    libraries, system, site = tmp_path / "made", tmp_path / "system", tmp_path / "base"
+    for folder in (libraries, system):
+        folder.mkdir()
+    if beside:
+        site = tmp_path / "own"
+        (site / "onnxruntime").mkdir(parents=True)
+        for each in (wheel / "onnxruntime").iterdir():
+            (site / "onnxruntime" / each.name).symlink_to(each)
+    script("cuda_wheel").stand_ins(wheel, libraries)
+    for library in libraries.iterdir():
+        own = {"libcuda.": system, "libnv": system, "libcudnn": site / "nvidia" / "cudnn" / "lib"}
+        goes = next((place for name, place in own.items() if library.name.startswith(name)), None)
+        goes = goes or site / "nvidia" / "cu13" / "lib"
+        goes.mkdir(parents=True, exist_ok=True)
+        shutil.move(library, goes / library.name)
+    paths = [site, wheel, BENCHMARKS.parent] if beside else [wheel, site, BENCHMARKS.parent]
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "LD_LIBRARY_PATH": str(system)}
+    done = subprocess.run([sys.executable, "-c", PRELOADED], env=variables, capture_output=True, text=True, check=True)
+    said, mapped = json.loads(done.stdout.splitlines()[-1])
+    assert said == ""
+    assert str(site / "nvidia" / "cu13" / "lib" / "libcudart.so.13") in mapped
+    assert str(site / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9") in mapped

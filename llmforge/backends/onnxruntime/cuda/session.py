@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import io
 import logging
 import math
@@ -431,9 +432,22 @@ def run_options(graph_id: int, *, waits: bool) -> ort.RunOptions:
 
 
 def _preload() -> str:
-    """Load CUDA and cuDNN out of the packages that pip installs; return what ONNX Runtime prints about it."""
+    """Load CUDA and cuDNN out of the packages that pip installs; return what ONNX Runtime prints about it.
+
+    ONNX Runtime looks for those packages beside its own (1.31): where they are on the path elsewhere, as under an
+    environment that another one extends, it is told where.
+    """
+    nvidia = importlib.util.find_spec("nvidia")
+    folders = [] if nvidia is None else [Path(each) for each in nvidia.submodule_search_locations or ()]
+    beside = Path(ort.__file__).parents[1] / "nvidia"
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
+        for folder in (each for each in folders if each != beside):
+            for libraries in sorted(folder.glob("cu[0-9]*/lib")):
+                ort.preload_dlls(cudnn=False, msvc=False, directory=str(libraries))
+            if (libraries := folder / "cudnn" / "lib").is_dir():
+                ort.preload_dlls(cuda=False, msvc=False, directory=str(libraries))
+        said.truncate(said.seek(0))  # what is missing in one folder may be in the next: the last call tells
         ort.preload_dlls()
     return said.getvalue().strip()
 
