@@ -36,6 +36,11 @@ class EngineSpec(Section):
         description="memory of the KV cache on a GPU; slots: max_context tokens for each sequence; paged: blocks of "
         "one pool, as many as a text fills (onnxruntime only); default: paged where the engine can, else slots",
     )
+    tensorrt: bool = Field(
+        default=False,
+        description="let TensorRT compile what it takes of a graph for ONNX Runtime on a GPU, and the CUDA provider "
+        "run the rest; with cuda_graphs: off",
+    )
     quant_method: Literal["compressed-tensors", "modelopt"] = Field(
         default="compressed-tensors",
         description="of a checkpoint for vLLM and others, in its config.json; modelopt: NVFP4 by ModelOpt's names, "
@@ -55,4 +60,6 @@ class EngineSpec(Section):
             )
         if self.quant_method == "modelopt" and self.backend != "compressed-tensors":
             raise ValueError("quant_method: modelopt goes with backend: compressed-tensors")
+        if self.tensorrt and (self.backend != "onnxruntime" or self.cuda_graphs != "off" or self.tensor_parallel > 1):
+            raise ValueError("tensorrt goes with backend: onnxruntime, cuda_graphs: off and tensor_parallel: 1")
         return self

@@ -158,7 +158,7 @@ class RuntimeConfig:
     caches: tuple[CacheInput, ...]
     session: SessionOptions  # a plan has no use for them
     provider: ProviderName = "cpu"
-    provider_options: Mapping[str, str] = field(default_factory=dict)  # of ONNX Runtime's CUDA provider
+    provider_options: Mapping[str, str] = field(default_factory=dict)  # of CUDA's; trt_…: of TensorRT's before it
     buckets: tuple[int, ...] = ()
     device: DeviceFacts | None = None  # null: a CPU
     graphs: GraphPlan | None = None

@@ -52,7 +52,8 @@ def require_host(target: Target, spec: EngineSpec) -> None:
 
 
 def lower(model: ir.Model, target: Target, spec: EngineSpec | None = None) -> tuple[ir.Model, Changes]:
-    """Rewrite what the passes left into operators that ONNX Runtime runs on the CPU; `spec` changes nothing.
+    """Rewrite what the passes left into operators that ONNX Runtime runs on the CPU; `spec` changes nothing
+    but that `engine.tensorrt` is refused.
 
     Operators of the canonical dialect are expanded to standard ONNX, but for LinearAttention, which ONNX Runtime has a
     kernel for; `MatMul(x, Transpose(W))` of a tied head becomes FusedMatMul(x, W), so that the file holds the embedding
@@ -65,6 +66,8 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec | None = None) -> tu
     """
     if target.kind != "cpu":
         raise UnsupportedError(f"target {target.name} is a {target.kind}; this engine runs on CPUs")
+    if spec is not None and spec.tensorrt:
+        raise UnsupportedError(f"engine.tensorrt: target {target.name} is a CPU", hint="choose a GPU, or leave it out")
     changes = Changes()
     meeting = _with_collectives(model)
     lowered, changes.rewritten = expand(meeting)

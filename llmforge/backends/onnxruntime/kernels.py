@@ -25,7 +25,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as native
 from llmforge.base.errors import VerificationError
 from llmforge.ir import operators
 from llmforge.ir.operators.record import CUDA, FLOATS
-from llmforge.ir.operators.standard import Cast, Constant, ConstantOfShape, Loop
+from llmforge.ir.operators.standard import Cast, Constant, ConstantOfShape, DequantizeLinear, Loop
 
 FILE = "cuda_kernels.json"
 
@@ -191,7 +191,7 @@ def _output(
     node: ir.Node, schema: native.schemadef.OpSchema, kind: str, bound: Mapping[str, ir.DataType]
 ) -> ir.DataType:
     """Find the type of an output whose parameter is `kind`."""
-    if operators.is_a(node, Cast, Constant, ConstantOfShape):  # an attribute says it
+    if operators.is_a(node, Cast, Constant, ConstantOfShape, DequantizeLinear):  # an attribute, or the scales say it
         dtype = operators.view(node).output_dtype(0)
         if dtype is not None:
             return dtype

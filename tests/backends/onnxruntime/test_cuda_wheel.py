@@ -24,7 +24,7 @@ from llmforge import targets
 from llmforge.backends.engines import BuildRequest
 from llmforge.backends.onnxruntime.cuda import builder as cuda
 from llmforge.backends.onnxruntime.cuda import operators as cuda_operators
-from llmforge.backends.onnxruntime.cuda import topk
+from llmforge.backends.onnxruntime.cuda import tensorrt, topk
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir.operators import contrib
@@ -386,3 +386,59 @@ def test_libraries_of_cuda_are_found_wherever_they_are_installed(wheel: Path, tm
     assert said == ""
     assert str(site / "nvidia" / "cu13" / "lib" / "libcudart.so.13") in mapped
     assert str(site / "nvidia" / "cudnn" / "lib" / "libcudnn.so.9") in mapped
+
+
+OPTIONS = """
+import json, os, sys
+import numpy as np
+import onnx
+import onnxruntime
+value = onnx.helper.make_tensor_value_info("y", 1, [1])
+graph = onnx.helper.make_graph([], "g", [], [value], [onnx.numpy_helper.from_array(np.ones(1, np.float32), "y")])
+model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+found = []
+for options in json.loads(sys.argv[1]):
+    providers = [("TensorrtExecutionProvider", options), "CUDAExecutionProvider"]
+    try:
+        session = onnxruntime.InferenceSession(model.SerializeToString(), providers=providers, enable_fallback=0)
+        found.append(session.get_providers()[0])
+    except Exception as error:
+        found.append(str(error))
+print(json.dumps({"found": found}), flush=True)
+os._exit(0)
+"""
+
+
+def test_the_tensorrt_provider_takes_the_options_that_are_chosen(wheel: Path, tmp_path: Path, monkeypatch) -> None:
+    """Asked of the wheel: names and values, of which it reads True and False and no 1."""
+    monkeypatch.setenv("LLMFORGE_CACHE", str(tmp_path))
+    zoo.write("llama", tmp_path / "checkpoint")
+    model = trace(Checkpoint.open(tmp_path / "checkpoint"))
+    chosen = {**tensorrt.options(model), tensorrt.CACHE_PREFIX: "0123456789abcdef"}
+    own = tensorrt.provider(chosen, 0, 1)[1]
+    cases = [own, {**own, "trt_fp16_enable": "1"}, {**own, "trt_no_such": "True"}]
+    (tmp_path / "script.py").write_text(OPTIONS, encoding="utf-8")
+    found = cuda_wheel.inside(wheel, [json.dumps(cases)], script=tmp_path / "script.py")["found"]
+    assert found[0] == tensorrt.PROVIDER
+    assert "should be 'True' or 'False'" in found[1]
+    assert "Invalid TensorRT EP option: trt_no_such" in found[2]
+    linked = subprocess.run(
+        ["readelf", "-d", str(wheel / "onnxruntime" / "capi" / "libonnxruntime_providers_tensorrt.so")],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert all(f"[{name}]" in linked for name in tensorrt.LIBRARIES)
+
+
+def test_a_wheel_with_the_code_of_one_device_lists_the_same_kernels(wheel: Path, tmp_path: Path, monkeypatch) -> None:
+    """What is carried to a borrowed machine (benchmarks/verify_gpu/slim.py)."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS.parent))
+    from benchmarks.verify_gpu import slim
+
+    shutil.copytree(wheel / "onnxruntime", tmp_path / "onnxruntime")
+    provider = tmp_path / "onnxruntime" / "capi" / "libonnxruntime_providers_cuda.so"
+    content = bytearray(provider.read_bytes())
+    kept, dropped = slim.slim(content, 90)
+    assert kept < dropped
+    provider.write_bytes(content)
+    found = cuda_wheel.inside(tmp_path, ["_kernels"])["kernels"]
+    assert found == cuda_wheel.inside(wheel, ["_kernels"])["kernels"]

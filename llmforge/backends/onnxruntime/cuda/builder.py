@@ -23,7 +23,7 @@ from llmforge.backends.onnxruntime import builder as standard
 from llmforge.backends.onnxruntime.cuda import graphs as cuda_graphs
 from llmforge.backends.onnxruntime.cuda import operators as cuda_collectives
 from llmforge.backends.onnxruntime.cuda import operators as cuda_operators
-from llmforge.backends.onnxruntime.cuda import topk
+from llmforge.backends.onnxruntime.cuda import tensorrt, topk
 from llmforge.backends.onnxruntime.cuda.captured import failed_operator
 from llmforge.backends.ranks import session as rank_session
 from llmforge.backends.ranks.session import RankSession
@@ -107,6 +107,8 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
     changes.skipped += [Skipped(str(node.name), reason) for node, reason in cuda_operators.slower(lowered)]
     check(lowered, target)
     _refuse(lowered, sm)
+    if spec.tensorrt:
+        tensorrt.require(lowered)
     cuda_graphs.require(lowered, spec)
     require_memory(lowered, target, spec)
     return lowered, changes
@@ -299,6 +301,9 @@ def write(request: BuildRequest) -> tuple[RuntimeConfig, dict[str, str]]:
         written = onnx_file.write_ranks(request.ranks, request.folder, request.progress)
     else:
         written = onnx_file.write(request.model, request.folder, request.progress)
+    if request.spec.tensorrt:
+        own = {**config.provider_options, tensorrt.CACHE_PREFIX: tensorrt.prefix(written)}
+        config = replace(config, provider_options=own)
     (request.folder / FILE).write_text(config.to_json(), encoding="utf-8")
     return config, written
 
@@ -334,6 +339,8 @@ def configure(request: BuildRequest) -> RuntimeConfig:
     if request.ranks and int(target.require_gpu().sm) >= CUDNN_SM:
         # cuDNN refuses a shape when it comes; a rank that opened its graph again would leave the others waiting.
         options[SDPA_KERNEL] = WITHOUT_CUDNN
+    if spec.tensorrt:
+        options |= tensorrt.options(model)
     return replace(
         signatures.config(request, session_options(model, buckets)),
         onnxruntime=VERSION,

@@ -34,6 +34,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from llmforge import native
+from llmforge.backends.onnxruntime.cuda import tensorrt
 from llmforge.backends.onnxruntime.cuda.captured import EAGER, CapturedSession
 from llmforge.backends.onnxruntime.session import open_graph, run_bound, session_options
 from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
@@ -358,19 +359,26 @@ def open_on(
             f"the installed onnxruntime {ort.__version__} has no {provider}: it is the CPU package",
             hint=f"pip uninstall onnxruntime, then {how_to_install()}",
         )
+    compiled, rest = tensorrt.split(options)
     own = {
         "device_id": str(device.index),
         "enable_cuda_graph": "1" if graphs else "0",
         "user_compute_stream": str(device.stream),
-        **options,
+        **rest,
     }
-    session = open_graph(model, entries, [(provider, own)], where)
+    providers: list[Any] = [(provider, own)]
+    if compiled:
+        tensorrt.require_here()
+        providers.insert(0, tensorrt.provider(compiled, device.index, device.stream))
+    session = open_graph(model, entries, providers, where)
     if provider not in session.get_providers():
         raise EnvironmentLacks(
             f"onnxruntime {ort.__version__} could not load its {provider} on {device.name}: "
             f"{said or 'it gives no reason'}",
             hint=f"its libraries must match the driver: {how_to_install()}",
         )
+    if compiled:
+        tensorrt.require_loaded(session, said)
     return session
 
 
