@@ -13,9 +13,13 @@ import pytest
 
 from llmforge import targets
 from llmforge.backends.onnxruntime.cuda import topk
+from llmforge.ir import graph
 from llmforge.ir.interface import HEAD
 from llmforge.recipe import EngineSpec
+from llmforge.rewrite.next_ids import feed_back
 from llmforge.rewrite.topk_outputs import add_topk_outputs
+
+from ...models.decoder_graph import decoder
 
 GPUS = [
     name
@@ -124,3 +128,12 @@ def test_heads_pass_over_each_logit_as_often_as_is_said() -> None:
         "52 bytes an id (cast 6, TopK 4, the difference to the largest, its division and exp 8 each, comparison 5,"
         in said
     )
+
+
+def test_the_docs_count_the_nodes_of_a_guess() -> None:
+    model = decoder(8192)
+    add_topk_outputs(model)
+    before = graph.nodes(model)
+    feed_back(model)
+    page = (Path(__file__).parents[3] / "docs" / "cuda.md").read_text(encoding="utf-8")
+    assert f"The guess is {graph.nodes(model) - before} small nodes" in page
