@@ -13,7 +13,7 @@ import pytest
 
 from llmforge import targets
 from llmforge.backends.onnxruntime.cuda import topk
-from llmforge.ir import graph
+from llmforge.ir.graph import nodes
 from llmforge.ir.interface import HEAD
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.next_ids import feed_back
@@ -133,7 +133,7 @@ def test_heads_pass_over_each_logit_as_often_as_is_said() -> None:
 def test_the_docs_count_the_nodes_of_a_guess() -> None:
     model = decoder(8192)
     add_topk_outputs(model)
-    before = graph.nodes(model)
+    before = nodes(model)
     feed_back(model)
     page = (Path(__file__).parents[3] / "docs" / "cuda.md").read_text(encoding="utf-8")
-    assert f"The guess is {graph.nodes(model) - before} small nodes" in page
+    assert f"The guess is {nodes(model) - before} small nodes" in page
