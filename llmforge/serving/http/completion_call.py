@@ -16,6 +16,7 @@ from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.parameters import NAMES, samplings_of
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol import reasoning, tools
+from llmforge.serving.protocol.harmony import HarmonyChannels, HarmonyParser
 from llmforge.serving.protocol.messages import encode_messages
 from llmforge.serving.protocol.reasoning import Reasoning, ReasoningParser
 from llmforge.serving.protocol.tool_calls import CallParser
@@ -68,7 +69,7 @@ class CompletionCall:
     stream: bool
     include_usage: bool  # a stream ends with a chunk of token counts
     parser: Callable[[], CallParser] | None = None  # of calls in an answer, one for each; None: none are looked for
-    reasoning: Callable[[], ReasoningParser] | None = None  # of thoughts in an answer, likewise
+    reasoning: Callable[[], ReasoningParser | HarmonyParser] | None = None  # of thoughts in an answer, likewise
 
     @property
     def logprobs(self) -> bool:
@@ -97,7 +98,7 @@ def chat_call(body: Any, encoder: PromptEncoder, model: str) -> CompletionCall:
     call = _call("chat", fields, {}, 1, adapter, encode)
     if use is not None:
         call = replace(call, requests=tuple(use.applied(each) for each in call.requests), parser=use.parser)
-    tags = Reasoning.find(encoder)
+    tags = HarmonyChannels.find(encoder) or Reasoning.find(encoder)
     if tags is None:
         return call
     first = call.requests[0]
