@@ -266,5 +266,5 @@ class CallParser:
 
 
 def _escaped(text: str) -> str:
-    """Write text as it stands between the quotes of JSON."""
+    """Write text as JSON has it between its quotes."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
