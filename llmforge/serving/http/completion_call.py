@@ -43,6 +43,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "prediction": (),
     "reasoning_effort": (),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": ("medium",),
@@ -99,8 +100,13 @@ def chat_call(body: Any, encoder: PromptEncoder, model: str) -> CompletionCall:
     if use is not None:
         call = replace(call, requests=tuple(use.applied(each) for each in call.requests), parser=use.parser)
     tags = HarmonyChannels.find(encoder) or Reasoning.find(encoder)
+    budget = fields.get(reasoning.BUDGET)
+    if budget is not None and not isinstance(tags, Reasoning):
+        raise UsageError(f"{reasoning.BUDGET}: the model has no tags of thoughts", hint=f"leave {reasoning.BUDGET} out")
     if tags is None:
         return call
+    if isinstance(tags, Reasoning) and budget is not None:
+        call = replace(call, requests=tuple(tags.limited(budget, each, encoder) for each in call.requests))
     first = call.requests[0]
     special = first.special_tokens | tags.special_tokens
     return replace(
