@@ -631,6 +631,7 @@ class TestEnds:
             assert json.loads(last["usage"])["output_tokens"] == 2500
             assert server.process.wait(30) == 0
 
+    @pytest.mark.thorough
     def test_a_full_queue_has_the_status_unavailable(
         self, env: TritonEnv, artifacts: dict[str, Artifact], tmp_path: Path
     ) -> None:
@@ -726,6 +727,7 @@ def with_numpy_2(env: TritonEnv, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_what_a_build_publishes_serves_where_it_lies(
     env: TritonEnv, artifacts: dict[str, Artifact], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
