@@ -1,1 +1,1 @@
-"""What chats do: calls of tools, forms, refusals, thoughts, loops, languages; judged from answers, with no model here."""
+"""What chats do: calls of tools, forms, refusals, thoughts, loops, languages. No model is in here, only its answers."""

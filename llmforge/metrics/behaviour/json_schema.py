@@ -1,4 +1,4 @@
-"""Hold JSON to a schema: the keywords of JSON Schema 2020-12 that tools and answers use; others are refused, not skipped.
+"""Hold JSON to a schema: the keywords of JSON Schema that tools and answers use; others are refused, not skipped.
 
 https://json-schema.org/draft/2020-12/json-schema-validation. Numbers count as integers where they have no fraction,
 true and false are no numbers, and `pattern` is searched for, by Python's `re`.

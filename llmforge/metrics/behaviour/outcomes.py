@@ -87,9 +87,7 @@ def _arguments(text: str) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _decision(
-    document: BehaviourDocument, answer: BehaviourAnswer, theirs: BehaviourAnswer | None
-) -> float | None:
+def _decision(document: BehaviourDocument, answer: BehaviourAnswer, theirs: BehaviourAnswer | None) -> float | None:
     wanted = _wanted(document, theirs)
     return None if wanted is None else float(bool(wanted) == bool(answer.calls))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -42,12 +42,6 @@ class OutcomeValues(ReportRecord):
     baseline: tuple[float, ...] | None = Field(max_length=MOST_CHATS)
     figures: ScoreFigures
     slices: dict[str, ScoreFigures]  # of documents of each slice
-
-    @property
-    def worst(self) -> str | None:
-        """Name the slice that lost most against the baseline, whichever way is better; None: there are not two."""
-        moved = {name: each.difference.value for name, each in self.slices.items() if each.difference is not None}
-        return max(moved, key=lambda name: abs(moved[name])) if len(moved) > 1 else None
 
 
 class BehaviourResult(ReportRecord):
@@ -170,12 +164,15 @@ def _of_slice(ours: tuple[float, ...], theirs: tuple[float, ...] | None, places:
     )
     if len(places) >= FEWEST_OF_A_SLICE:
         return found
-    sides: dict[str, Any] = {name: getattr(found, name) for name in ("artifact", "baseline", "difference")}
-    bare = {
-        name: None if side is None else side.model_copy(update={"low": None, "high": None})
-        for name, side in sides.items()
-    }
-    return ScoreFigures(**bare)
+    return ScoreFigures(
+        artifact=_bare(found.artifact),
+        baseline=None if found.baseline is None else _bare(found.baseline),
+        difference=None if found.difference is None else _bare(found.difference),
+    )
+
+
+def _bare(figure: Estimate) -> Estimate:
+    return figure.model_copy(update={"low": None, "high": None})
 
 
 def _chats(
