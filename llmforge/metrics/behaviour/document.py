@@ -19,7 +19,7 @@ from llmforge.metrics.behaviour.languages import LANGUAGES
 from llmforge.metrics.record import ReportRecord
 
 MOST_BYTES = 64 << 20  # of a file
-MOST_CHATS = 10_000
+MOST_CHATS = 2_000  # a record of evidence holds 400,000 values
 MOST_TOKENS = 4096  # of an answer
 TOKENS = 64  # of an answer, where a document does not say
 FEWEST_OF_A_SLICE = 100  # documents of a slice that gates decide on

@@ -1,4 +1,4 @@
-"""Instructions that a program can verify: the kinds of IFEval (Zhou et al., 2023), which are counts, forms and words."""
+"""Instructions that a program can verify: the kinds of IFEval (Zhou et al., 2023), counts, forms and words."""
 
 from __future__ import annotations
 
