@@ -298,7 +298,7 @@ class _Lines:
             yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {answer}, repetitions: 6}}"
         chats = self.has_template and _is_ours(plan) and _context(plan.shape) >= _CHAT_CONTEXT
         if chats:
-            yield "  # The first chats of each slice of those that ship; {}: all, and whole answers (docs/behaviour.md)."
+            yield "  # The first chats of each slice of those that ship; {}: all, answered whole (docs/behaviour.md)."
             yield f"  behaviour: {{of_each_slice: {_CHATS_OF_A_SLICE}, max_tokens: {_CHAT_TOKENS}}}"
         yield "# Limits to start with: tighten them once a report shows where this model stands."
         chosen = [each for _, each in self.proposed]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmforge.metrics.behaviour import json_schema
@@ -211,6 +211,7 @@ _SCHEMAS = st.recursive(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(_VALUES, _SCHEMAS)
 def test_json_is_held_to_a_schema_as_the_reference_does(value: Any, schema: Any) -> None:
     assert json_schema.unknown(schema) is None
