@@ -1,8 +1,8 @@
 """How often gates on behaviour pass wrongly: `python -m benchmarks.behaviour_errors [--runs N]`.
 
 The checkpoint's answers are right with probability .8, and the artifact's are drawn so that the true difference is
-exactly at the limit of the gate: some documents are lost, and some are gained. Printed is the share of runs in which the
-gate passes: nominal 2.5 %.
+exactly at the limit of the gate: some documents are lost, and some are gained. Printed is the share of runs in which
+the gate passes: nominal 2.5 %.
 """
 
 from __future__ import annotations

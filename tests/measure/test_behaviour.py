@@ -28,7 +28,7 @@ TOOL = {"type": "function", "function": {"name": "set_timer", "parameters": {"ty
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> Runner:
-    return serving.load(publish_small(tmp_path_factory.mktemp("small"), sample_checkpoint).path)
+    return serving.load(publish_small(tmp_path_factory.mktemp("small"), sample_checkpoint, context=1024).path)
 
 
 def document(number: int = 0, content: str = "Count to three.", **more: Any) -> BehaviourDocument:
@@ -104,6 +104,6 @@ def test_without_a_template_nothing_is_asked(runner: Runner, sample_checkpoint: 
 
 
 def test_what_the_context_does_not_hold_is_left_out(runner: Runner) -> None:
-    prompts, (note,) = behaviour.prepare([document(), document(1, "word " * 400)], runner)
+    prompts, (note,) = behaviour.prepare([document(), document(1, "word " * 1100)], runner)
     assert [prompt.document.id for prompt in prompts] == ["chat-0"]
-    assert "exceed engine.max_context, 256" in note
+    assert "exceed engine.max_context, 1024" in note
