@@ -6,8 +6,9 @@ nothing but parameters. So every parameter is found again in the graph: as it wa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,8 +22,9 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.ir.derived import Derived
-from llmforge.ir.operators.canonical import Fp4Linear
-from llmforge.ir.operators.contrib import GatherBlockQuantized, MatMulNBits, QMoE
+from llmforge.ir.interface import PAST
+from llmforge.ir.operators.canonical import Attention, Fp4Linear, MxLinear
+from llmforge.ir.operators.contrib import GatherBlockQuantized, GroupQueryAttention, MatMulNBits, QMoE
 from llmforge.ir.operators.cpu import CpuLinear, Embedding
 from llmforge.ir.operators.standard import Cast, DequantizeLinear, Div, MatMul, QuantizeLinear, Reshape
 from llmforge.quantization import cpu_layout
@@ -32,6 +34,8 @@ from llmforge.quantization.initializers import SCALES
 from llmforge.rewrite import cpu_linear, smoothing
 from llmforge.rewrite.pass_base import Pass
 
+_KEYS = re.compile(r"(.*\blayers\.(\d+)\.\w+)\.k_proj\.weight")  # a module of attention, and its layer
+_KEY_AND_VALUE = 2
 _REMOVE = "leave the pass that merges or changes it out of the recipe"
 
 
@@ -103,6 +107,7 @@ class ChannelMatrix:
     inputs: Literal["none", "static", "per_token"]  # how what the layer reads is rounded
     input_scale: ir.Value | None  # fp32 [], where that is static
     square: int | None = None  # features, of either kind, that share a scale; scales are then [k / square, n]
+    whole: bool = False  # scales are fp32 [], one for the matrix
 
     @cached_property
     def by_output(self) -> NDArray[Any]:
@@ -111,8 +116,10 @@ class ChannelMatrix:
 
     @cached_property
     def scales_by_output(self) -> NDArray[np.float32]:
-        """The scales [n, 1], or [ceil(n / square), k / square]."""
+        """The scales [n, 1], or [ceil(n / square), k / square], or [1]."""
         scales = graph.tensor(self.scales).numpy()
+        if self.whole:
+            return scales.astype(np.float32).reshape(1)
         if self.square is None:
             return scales.astype(np.float32)[:, None]
         return np.ascontiguousarray(scales[:, :: self.square].T)
@@ -141,7 +148,37 @@ class Fp4Matrix:
         return np.ascontiguousarray(graph.tensor(self.scales).numpy().T)
 
 
-Quantized = Blocks | KernelBlocks | ChannelMatrix | Fp4Matrix
+@dataclass(frozen=True, eq=False)
+class MxMatrix:
+    """A matrix [n, k] in a microscaling format."""
+
+    parameter: str
+    n: int
+    k: int
+    dtype: str  # fp4 or fp8
+    codes: ir.Value  # e2m1 or e4m3 [k, n]
+    scales: ir.Value  # e8m0 [k / 32, n]
+
+    @property
+    def codes_by_output(self) -> NDArray[Any]:
+        """The codes [n, k], a byte each."""
+        return np.ascontiguousarray(graph.tensor(self.codes).numpy().T)
+
+    @property
+    def scales_by_output(self) -> NDArray[np.uint8]:
+        """The exponents of blocks [n, k / 32], from -127 on."""
+        return np.ascontiguousarray(graph.tensor(self.scales).numpy().T).view(np.uint8)
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """By what keys and values of one layer are divided before they are cached in fp8."""
+
+    key: np.float32
+    value: np.float32
+
+
+Quantized = Blocks | KernelBlocks | ChannelMatrix | Fp4Matrix | MxMatrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,19 +188,23 @@ class Exported:
     checkpoint: Checkpoint
     quantized: Mapping[str, Quantized]
     changed: Mapping[str, ir.TensorProtocol]  # vectors, fp32: weights of norms and biases, times powers of two
+    caches: Mapping[str, CacheScales] = field(default_factory=dict)  # by the module of attention; none: not in fp8
 
 
 def check_passes(backend: BackendName, steps: Sequence[type[Pass]], registry: Sequence[type[Pass]]) -> None:
-    """Return if a file of `backend` can say what `steps` do to a model; `registry` is what there is instead.
+    """Return if an engine of `backend` can say what `steps` do to a model; `registry` is what there is instead.
 
     Raises:
         UnsupportedError: it cannot; names the first that it cannot.
     """
     record = BACKENDS[backend].export_format
-    if record is None:
-        return
     for step in steps:
-        if not _holds(record, step):
+        if record is None and step.servers_alone:
+            raise UnsupportedError(
+                f"{step.name}: only servers of others compute as it says, and no engine of {backend}",
+                hint=f"leave {step.name} out of the recipe, or set `engine: {{backend: compressed-tensors, …}}`",
+            )
+        if record is not None and not _holds(record, step):
             taken = ", ".join(each.name for each in registry if _holds(record, each))
             raise UnsupportedError(
                 f"{step.name}: a {BACKENDS[backend].title} holds the parameters of the checkpoint by their own names, "
@@ -174,7 +215,9 @@ def check_passes(backend: BackendName, steps: Sequence[type[Pass]], registry: Se
 
 def _holds(record: ExportFormat, step: type[Pass]) -> bool:
     """Say whether a file can say what `step` does: nothing to parameters, or codes that it has a form for."""
-    return step.keeps_parameters or step.writes_codes in record.codes
+    if step.writes_codes is not None:
+        return step.writes_codes in record.codes
+    return step.keeps_parameters or (step.servers_alone and record.fp8_caches)
 
 
 def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], dict[str, ir.TensorProtocol]]:
@@ -192,7 +235,8 @@ def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], d
                 f"{node.name}: quantized experts cannot be exported: the checkpoint has each of them by itself",
                 hint="exclude them: `quantize-weights: {exclude: ['*.experts.*']}`",
             )
-        made = _of_product(node) or _of_lookup(node) or _of_channels(node) or _of_fp4(node) or _of_kernels(node)
+        made = _of_product(node) or _of_lookup(node) or _of_channels(node) or _of_kernels(node)
+        made = made or _of_fp4(node) or _of_mx(node)
         if made is None:
             continue
         before = found.get(made.parameter)
@@ -254,7 +298,30 @@ def exported(
                 f"parameter {parameter} was smoothed, and is no vector of the checkpoint", hint=_REMOVE
             )
         others[tensor] = numbers
-    return Exported(checkpoint, by_tensor, others)
+    return Exported(checkpoint, by_tensor, others, _caches_in(model, [tensor for tensor, _ in bound.values()]))
+
+
+def _caches_in(model: ir.Model, tensors: Sequence[str]) -> dict[str, CacheScales]:
+    """Find by which scales keys and values are rounded to fp8, by the module of `tensors` that makes them."""
+    found: dict[int, CacheScales | None] = {}
+    for node in model.graph.all_nodes():
+        attention = Attention.of(node) or GroupQueryAttention.of(node)
+        past = None if attention is None else PAST.fullmatch(str(attention.past_key.name))
+        if past is not None and attention is not None:
+            read = [DequantizeLinear.made(each) for each in attention.projections[1:]]
+            steps = [np.float32(graph.tensor(each.scales).numpy()) for each in read if each is not None]
+            found[int(past[1])] = CacheScales(*steps) if len(steps) == _KEY_AND_VALUE else None
+    named = {int(match[2]): match[1] for match in map(_KEYS.fullmatch, tensors) if match is not None}
+    if not any(found.values()):
+        return {}
+    for layer, scales in found.items():
+        if scales is None or layer not in named:
+            raise UnsupportedError(
+                f"keys and values of layer {layer} "
+                + ("are not rounded to fp8, as others are" if scales is None else "are made by no k_proj of their own"),
+                hint="leave quantize-kv-fp8 out of the recipe",
+            )
+    return {named[layer]: scales for layer, scales in found.items() if scales is not None}
 
 
 def _parameter(value: ir.Value, place: str) -> str:
@@ -323,13 +390,13 @@ def _of_channels(node: ir.Node) -> Quantized | None:
     dtype = {ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}[graph.dtype(wide.codes)]
     if wide.block_size:  # where each token and block has a scale, too
         return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "per_token", None, wide.block_size)
-    read = DequantizeLinear.made(product.x)
+    read, whole = DequantizeLinear.made(product.x), graph.static(wide.scales) == ()
     if read is None:
-        return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "none", None)
+        return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "none", None, whole=whole)
     rounded = QuantizeLinear.made(read.codes)
     if rounded is not None and Div.made(rounded.x) is not None:  # by the scale of each token
         return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "per_token", None)
-    return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "static", read.scales)
+    return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "static", read.scales, whole=whole)
 
 
 def _of_fp4(node: ir.Node) -> Quantized | None:
@@ -339,3 +406,12 @@ def _of_fp4(node: ir.Node) -> Quantized | None:
     parameter = _parameter(layer.codes, layer.name)
     k, n = graph.static(layer.codes)
     return Fp4Matrix(parameter, n, k, layer.codes, layer.scales, layer.weight_scale, layer.input_scale)
+
+
+def _of_mx(node: ir.Node) -> Quantized | None:
+    layer = MxLinear.of(node)
+    if layer is None:
+        return None
+    k, n = graph.static(layer.codes)
+    dtype = {ir.DataType.FLOAT4E2M1: "fp4", ir.DataType.FLOAT8E4M3FN: "fp8"}[graph.dtype(layer.codes)]
+    return MxMatrix(_parameter(layer.codes, layer.name), n, k, dtype, layer.codes, layer.scales)

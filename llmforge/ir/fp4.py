@@ -35,7 +35,30 @@ def halved_steps(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
     return steps
 
 
-class Fp4Expansion(GraphBuilder):
+class E2m1Rounding(GraphBuilder):
+    """Rounds to e2m1."""
+
+    def _number(self, value: float) -> ir.Value:
+        return self._constant(f"fp4.{value:g}", np.float32(value))
+
+    def _e2m1(self, node: ir.Node, blocks: ir.Value, size: ir.Value, step: ir.Value) -> ir.Value:
+        """Round `blocks`, whose magnitudes are `size`, to multiples of `step`; what is above six becomes six."""
+        number = self._number
+        ratio = self._add(node, "Min", [self._add(node, "Div", [size, step]), number(6)])
+        fine = self._add(node, "Less", [ratio, number(2)])
+        middle = self._add(node, "Less", [ratio, number(4)])
+        grain = self._add(node, "Where", [middle, number(1), number(2)])
+        grain = self._add(node, "Where", [fine, number(0.5), grain])
+        count = self._add(node, "Div", [ratio, grain])
+        zero8 = self._constant("fp4.zero", np.int8(0))
+        count = self._add(node, "QuantizeLinear", [count, number(1), zero8])
+        count = self._add(node, "DequantizeLinear", [count, number(1)])
+        value = self._add(node, "Mul", [self._add(node, "Mul", [count, grain]), step])
+        below = self._add(node, "Less", [blocks, number(0)])
+        return self._add(node, "Where", [below, self._add(node, "Neg", [value]), value])
+
+
+class Fp4Expansion(E2m1Rounding):
     """Expansions of one graph."""
 
     def expand(self, layer: Fp4Linear) -> None:
@@ -56,30 +79,15 @@ class Fp4Expansion(GraphBuilder):
     def _rounded(self, layer: Fp4Linear) -> ir.Value:
         """Round what is read, in blocks."""
         node, scale = layer.node, layer.input_scale
-
-        def number(value: float) -> ir.Value:
-            return self._constant(f"fp4.{value:g}", np.float32(value))
-
         blocks = self._add(node, "Reshape", [layer.x, self._constant("fp4.blocks", [0, 0, -1, BLOCK])])
         size = self._add(node, "Abs", [blocks])
         peak = self._add(node, "ReduceMax", [size, self._constant("fp4.last", [-1])], {"keepdims": 1})
         zero = self._constant("fp4.zero8", np.zeros((), ir.DataType.FLOAT8E4M3FN.numpy()))
-        sixth = self._add(node, "Div", [peak, number(6)])
+        sixth = self._add(node, "Div", [peak, self._number(6)])
         eighth = self._add(node, "QuantizeLinear", [sixth, scale, zero])
         step = self._add(node, "Max", [self._add(node, "DequantizeLinear", [eighth, scale]), self._tiny()])
-        ratio = self._add(node, "Min", [self._add(node, "Div", [size, step]), number(6)])
-        fine = self._add(node, "Less", [ratio, number(2)])
-        middle = self._add(node, "Less", [ratio, number(4)])
-        grain = self._add(node, "Where", [middle, number(1), number(2)])
-        grain = self._add(node, "Where", [fine, number(0.5), grain])
-        count = self._add(node, "Div", [ratio, grain])
-        zero8 = self._constant("fp4.zero", np.int8(0))
-        count = self._add(node, "QuantizeLinear", [count, number(1), zero8])
-        count = self._add(node, "DequantizeLinear", [count, number(1)])
-        value = self._add(node, "Mul", [self._add(node, "Mul", [count, grain]), step])
-        below = self._add(node, "Less", [blocks, number(0)])
-        signed = self._add(node, "Where", [below, self._add(node, "Neg", [value]), value])
-        return self._add(node, "Reshape", [signed, self._constant("fp4.rows", [0, 0, -1])])
+        rounded = self._e2m1(node, blocks, size, step)
+        return self._add(node, "Reshape", [rounded, self._constant("fp4.rows", [0, 0, -1])])
 
     def _tiny(self) -> ir.Value:
         return self._constant("fp4.least", _LEAST)

@@ -142,6 +142,13 @@ class QuantizeFp4Traits(Traits):
             yield Prediction(cls.name, Storage(weights="fp4", product="fp4"))
 
 
+class QuantizeMxTraits(Traits):
+    """Traits of `quantize-mx`."""
+
+    name: ClassVar[str] = "quantize-mx"
+    writes_codes: ClassVar[Codes | None] = "mx"
+
+
 class QuantizeKvCacheTraits(Traits):
     """Traits of `quantize-kv-cache`."""
 
@@ -174,6 +181,12 @@ class QuantizeKvCacheTraits(Traits):
             adds=lambda costs: costs.cache,
             rerounds=True,
         )
+
+
+class QuantizeKvFp8Traits(Traits):
+    """Traits of `quantize-kv-fp8`."""
+
+    name: ClassVar[str] = "quantize-kv-fp8"
 
 
 class LowerPrecisionTraits(Traits):
@@ -212,10 +225,12 @@ DECLARED: tuple[type[Traits], ...] = (
     FuseNormsTraits,
     PackQkvTraits,
     PackGateUpTraits,
+    QuantizeKvFp8Traits,
     FlashAttentionTraits,
     QuantizeWeightsTraits,
     QuantizeChannelsTraits,
     QuantizeFp4Traits,
+    QuantizeMxTraits,
     QuantizeKvCacheTraits,
     LowerPrecisionTraits,
     CpuKernelsTraits,
