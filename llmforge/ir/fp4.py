@@ -1,8 +1,8 @@
 """Write `llmforge::Fp4Linear` as standard ONNX without 4-bit types, which ONNX Runtime's CPU kernels do not know.
 
-Codes become int8, twice what they stand for, under fp32 scales; what is read is rounded by comparisons and int8
-QuantizeLinear, whose ties go to the even integer: so the result is that of e2m1 and e4m3 to the bit, but for the order
-of sums.
+Codes become fp8, which holds them, under fp32 scales: of int8 codes ONNX Runtime would make MatMulNBits, which rounds
+what the product reads to int8. What is read is rounded by comparisons and int8 QuantizeLinear, whose ties go to the
+even integer: so the result is that of e2m1 and e4m3 to the bit, but for the order of sums.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ BLOCK = 16
 _LEAST = np.float32(2.0**-100)  # scale of a block of zeros, by which nothing else is divided
 
 
-def doubled(parts: Sequence[NDArray[Any]]) -> NDArray[np.int8]:
-    """Write e2m1 codes as twice their values."""
-    return (2 * parts[0].astype(np.float32)).astype(np.int8)
+def as_fp8(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Write e2m1 codes as e4m3."""
+    wide: NDArray[Any] = parts[0].astype(np.float32).astype(ir.DataType.FLOAT8E4M3FN.numpy())
+    return wide
 
 
-def halved_steps(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-    """Multiply block scales and the scale of the tensor, for codes that are doubled."""
+def _steps(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+    """Multiply block scales and the scale of the tensor."""
     blocks, scale = parts
-    steps: NDArray[np.float32] = blocks.astype(np.float32) * scale.astype(np.float32) / np.float32(2)
+    steps: NDArray[np.float32] = blocks.astype(np.float32) * scale.astype(np.float32)
     return steps
 
 
@@ -66,12 +67,11 @@ class Fp4Expansion(E2m1Rounding):
         node = layer.node
         codes, steps = graph.tensor(layer.codes), graph.tensor(layer.scales)
         name = str(layer.codes.name)
-        eight = Derived(doubled, [codes], ir.DataType.INT8, ir.Shape(codes.shape.numpy()), f"{name}.doubled")
-        wide = [steps, graph.tensor(layer.weight_scale)]
-        halved = Derived(
-            halved_steps, wide, ir.DataType.FLOAT, ir.Shape(steps.shape.numpy()), f"{layer.scales.name}.halved"
-        )
-        operands = [graph.initializer(self.model, str(each.name), each) for each in (eight, halved)]
+        shape = ir.Shape(codes.shape.numpy())
+        eight = Derived(as_fp8, [codes], ir.DataType.FLOAT8E4M3FN, shape, f"{name}.fp8")
+        parts = [steps, graph.tensor(layer.weight_scale)]
+        wide = Derived(_steps, parts, ir.DataType.FLOAT, ir.Shape(steps.shape.numpy()), f"{layer.scales.name}.fp32")
+        operands = [graph.initializer(self.model, str(each.name), each) for each in (eight, wide)]
         weight = self._add(node, "DequantizeLinear", operands, {"axis": 0, "block_size": BLOCK})
         weight.type = ir.TensorType(ir.DataType.FLOAT)
         graph.replace_value(layer.output, self._add(node, "MatMul", [self._rounded(layer), weight]))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from llmforge.ir import graph
 from llmforge.ir.derived import Derived
-from llmforge.ir.fp4 import E2m1Rounding, doubled
+from llmforge.ir.fp4 import E2m1Rounding, as_fp8
 from llmforge.ir.operators.canonical import MxLinear
 
 BLOCK = 32
@@ -25,15 +25,10 @@ LARGEST = {ir.DataType.FLOAT4E2M1: 6.0, ir.DataType.FLOAT8E4M3FN: 448.0}
 _LEAST, _MOST = -126, 126  # exponents of scales, so that a scale twice as large or half is a normal number, too
 
 
-def steps(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+def _steps(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
     """Write scales, e8m0, as fp32."""
     wide: NDArray[np.float32] = parts[0].astype(np.float32)
     return wide
-
-
-def halved_steps(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
-    """Halve scales, for codes that are doubled."""
-    return steps(parts) / np.float32(2)
 
 
 class MxExpansion(E2m1Rounding):
@@ -43,13 +38,11 @@ class MxExpansion(E2m1Rounding):
         """Replace one layer; x is [..., K], K / 32 = blocks."""
         node, codes, scales = layer.node, graph.tensor(layer.codes), graph.tensor(layer.scales)
         dtype, shape = graph.dtype(layer.codes), ir.Shape(scales.shape.numpy())
-        is_fp4, name = dtype == ir.DataType.FLOAT4E2M1, str(layer.scales.name)
-        wide = Derived(halved_steps if is_fp4 else steps, [scales], ir.DataType.FLOAT, shape, f"{name}.fp32")
+        wide = Derived(_steps, [scales], ir.DataType.FLOAT, shape, f"{layer.scales.name}.fp32")
         held = layer.codes
-        if is_fp4:
-            eight = Derived(
-                doubled, [codes], ir.DataType.INT8, ir.Shape(codes.shape.numpy()), f"{layer.codes.name}.doubled"
-            )
+        if dtype == ir.DataType.FLOAT4E2M1:
+            whole = ir.Shape(codes.shape.numpy())
+            eight = Derived(as_fp8, [codes], ir.DataType.FLOAT8E4M3FN, whole, f"{held.name}.fp8")
             held = graph.initializer(self.model, str(eight.name), eight)
         operands = [held, graph.initializer(self.model, str(wide.name), wide)]
         weight = self._add(node, "DequantizeLinear", operands, {"axis": 0, "block_size": BLOCK})

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from llmforge.backends.compressed_tensors.builder import LayerScheme
+from llmforge.backends.compressed_tensors.schemes import LayerScheme
 from llmforge.backends.compressed_tensors.servers import SERVERS, FormatName
 from llmforge.base.errors import RunFailed
 from llmforge.base.progress import Silent
@@ -54,15 +54,24 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def passes(name: FormatName, **weights: Any) -> list[dict[str, Any]]:
     """Give the passes whose result has a format of `servers.SERVERS`."""
-    dtype, _, activations = name.partition("-")
-    if name.startswith("nvfp4"):
-        return [{"quantize-fp4": {"budget": {"kld_mean": 1.0}}}]
+    dtype, _, activations = name.removesuffix("-modelopt").partition("-")
+    if dtype.startswith(("nvfp4", "mx")):
+        own = {"quantize-fp4": {}} if dtype == "nvfp4" else {"quantize-mx": {"dtype": dtype.removeprefix("mx")}}
+        return [{step: {"budget": {"kld_mean": 1.0}, **options} for step, options in own.items()}]
     if dtype == "int4" or name == "int8":
-        return [{"quantize-weights": {"bits": int(dtype[3:]), "block_size": 32, **WEIGHTS, **weights}}]
+        size = {"block_size": 64, "symmetric": True} if name.endswith("modelopt") else {"block_size": 32}
+        return [{"quantize-weights": {"bits": int(dtype[3:]), **size, **WEIGHTS, **weights}}]
+    if activations == "tensor":
+        whole = {"granularity": "tensor", "activations": "static"}
+        return [{"quantize-channels": {"dtype": dtype, **whole, **CHANNELS}}]
     if activations == "block":
         squares = {"granularity": "block", "activations": "per_token"}
         return [{"quantize-channels": {"dtype": dtype, **squares, **CHANNELS}}]
     return [{"quantize-channels": {"dtype": dtype, "activations": activations or "none", **CHANNELS}}]
+
+
+def method_of(name: str) -> str:
+    return "modelopt" if name.endswith("modelopt") else "compressed-tensors"
 
 
 def build(
@@ -107,7 +116,7 @@ def require_ran(built: BuildResult) -> None:
 
 @pytest.mark.parametrize("name", [name for name, servers in SERVERS.items() if servers["vLLM on CPUs"].known == "run"])
 def test_it_runs_what_is_said_to_run(name: FormatName, vllm: Path, data: Path, tmp_path: Path) -> None:
-    built = build(tmp_path, data / "docs-llama-7m", data, vllm, passes(name))
+    built = build(tmp_path, data / "docs-llama-7m", data, vllm, passes(name), method_of(name))
     require_ran(built)
     assert "tried: vLLM on CPUs" in built.report.engine.facts["servers"]
 
@@ -134,9 +143,8 @@ def test_it_refuses_what_is_said_to_be_refused(name: FormatName, vllm: Path, dat
     [expected] = SERVERS[name]["vLLM on CPUs"].why.split("`")[1::2]
     if "AMX" in expected and "amx_tile" in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has AMX")
-    method = "modelopt" if name.endswith("modelopt") else "compressed-tensors"
     with pytest.raises(RunFailed) as caught:
-        build(tmp_path, data / "docs-llama-7m", data, vllm, passes(name), method)
+        build(tmp_path, data / "docs-llama-7m", data, vllm, passes(name), method_of(name))
     assert expected in str(caught.value)
 
 
@@ -171,7 +179,8 @@ def write_experts(name: FormatName, folder: Path) -> None:
     zoo.write("qwen3-moe", folder, torch.bfloat16)
     formats = {"int4": "pack-quantized", "int8-per_token": "int-quantized", "fp8-per_token": "float-quantized"}
     bits, kind, size = (4, "int", 32) if name == "int4" else (8, "float" if name.startswith("fp8") else "int", None)
-    scheme = LayerScheme(formats[name], bits, kind, size, True, "none" if name == "int4" else "per_token")
+    strategy, inputs = ("group", "none") if name == "int4" else ("channel", "per_token")
+    scheme = LayerScheme(formats[name], bits, kind, strategy, size, inputs=inputs)  # type: ignore[arg-type]
     config = json.loads((folder / "config.json").read_text())
     ignored = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"]))]
     config["quantization_config"] = {
