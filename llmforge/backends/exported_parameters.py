@@ -78,6 +78,53 @@ class Blocks:
         return unpack(Packed(codes, scales, points), grid, self.k)
 
 
+@dataclass(eq=False)
+class ExpertCodes:
+    """The codes of one matrix of each of E experts, [E, n, k], computed once until each was read."""
+
+    parameter: str
+    node: QMoE
+    codes: ir.Value  # uint8 [E, n, k·bits/8]
+    scales: ir.Value  # fp32, fp16 or bf16 [E, n, blocks]
+    zero_points: ir.Value | None
+    of_gates: bool  # rows are those of a gate and of the rest in turn
+    unread: int = 0  # matrices of it that are still to be read, while the arrays are held
+    _arrays: tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None] | None = None
+
+    def take(self, expert: int, matrices: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
+        """Return codes, scales and zero points of one expert; in all, so many `matrices` are to be read."""
+        if self._arrays is None:
+            points = None if self.zero_points is None else graph.tensor(self.zero_points).numpy()
+            self._arrays = graph.tensor(self.codes).numpy(), graph.tensor(self.scales).numpy(), points
+            self.unread = matrices
+        codes, scales, points = self._arrays
+        self.unread -= 1
+        if not self.unread:
+            self._arrays = None
+        return codes[expert], scales[expert], None if points is None else points[expert]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExpertBlocks(Blocks):
+    """Some rows of a matrix of one of several experts."""
+
+    experts: ExpertCodes
+    expert: int
+    rows: NDArray[np.intp]
+    matrices: int  # parts of those of all experts, that there are
+
+    def read(self) -> QuantizedMatrix:
+        """Compute codes, scales and zero points."""
+        codes, scales, points = self.experts.take(self.expert, self.matrices)
+        blocks = self.grid.blocks(self.k)
+        packed = Packed(
+            np.ascontiguousarray(codes[self.rows]).reshape(self.n, blocks, -1),
+            scales[self.rows].astype(np.float32),
+            None if points is None else np.ascontiguousarray(points[self.rows]),
+        )
+        return unpack(packed, self.grid, self.k)
+
+
 @dataclass(frozen=True, eq=False)
 class KernelBlocks:
     """A matrix [n, k] in blocks of codes on `grid`, as llmforge's CPU kernels have them."""
@@ -220,8 +267,10 @@ def _holds(record: ExportFormat, step: type[Pass]) -> bool:
     return step.keeps_parameters or (step.servers_alone and record.fp8_caches)
 
 
-def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], dict[str, ir.TensorProtocol]]:
-    """Find the parameters of `model` that are stored as codes, and those that outliers were moved out of.
+def found_in(
+    model: ir.Model, traced: ir.Model
+) -> tuple[dict[str, Quantized], dict[str, ExpertCodes], dict[str, ir.TensorProtocol]]:
+    """Find parameters of `model` that are stored as codes, those of experts, and those that outliers were moved out of.
 
     All others are as in the `traced` graph.
 
@@ -229,12 +278,11 @@ def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], d
         UnsupportedError: a parameter is none of these.
     """
     found: dict[str, Quantized] = {}
+    experts: dict[str, ExpertCodes] = {}
     for node in model.graph.all_nodes():
-        if QMoE.matches(node):
-            raise UnsupportedError(
-                f"{node.name}: quantized experts cannot be exported: the checkpoint has each of them by itself",
-                hint="exclude them: `quantize-weights: {exclude: ['*.experts.*']}`",
-            )
+        if (layer := QMoE.of(node)) is not None:
+            experts |= {each.parameter: each for each in _of_experts(layer)}
+            continue
         made = _of_product(node) or _of_lookup(node) or _of_channels(node) or _of_kernels(node)
         made = made or _of_fp4(node) or _of_mx(node)
         if made is None:
@@ -252,7 +300,7 @@ def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], d
     }
     for value in traced.graph.initializers.values():
         names = graph.sources(value)
-        if not names or set(names) <= found.keys():
+        if not names or set(names) <= found.keys() | experts.keys():
             continue
         same = there.get(str(value.name))
         if same is not None and same.const_value is value.const_value:
@@ -263,22 +311,29 @@ def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], d
             raise UnsupportedError(
                 f"parameter {names[0]} is no longer in the graph as the checkpoint has it", hint=_REMOVE
             )
-    return found, changed
+    return found, experts, changed
 
 
 def exported(
-    model: ir.Model, traced: ir.Model, checkpoint: Checkpoint, bound: Mapping[str, tuple[str, bool]]
+    model: ir.Model,
+    traced: ir.Model,
+    checkpoint: Checkpoint,
+    bound: Mapping[str, tuple[str, bool]],
+    stacked: Mapping[str, Sequence[Sequence[str]]],
 ) -> Exported:
     """Find what is written in place of tensors of the checkpoint.
 
-    `bound` names the tensor that is a parameter as a whole, and whether the graph holds it transposed.
+    `bound` names the tensor that is a parameter as a whole, and whether the graph holds it transposed; `stacked` the
+    tensors on top of each other that each expert's part of a parameter is.
 
     Raises:
         UnsupportedError: a parameter was changed in a way that no file can say, or codes stand for one that is made of
             several tensors, or is stored the other way round.
     """
-    found, changed = found_in(model, traced)
+    found, experts, changed = found_in(model, traced)
     by_tensor: dict[str, Quantized] = {}
+    for parameter, codes in experts.items():
+        by_tensor |= _by_expert(codes, stacked.get(parameter, ()), checkpoint)
     for parameter, matrix in found.items():
         tensor, transposed = bound.get(parameter, ("", False))
         entry, is_table = checkpoint.tensors.get(tensor), isinstance(matrix, Blocks | KernelBlocks) and matrix.table
@@ -299,6 +354,34 @@ def exported(
             )
         others[tensor] = numbers
     return Exported(checkpoint, by_tensor, others, _caches_in(model, [tensor for tensor, _ in bound.values()]))
+
+
+def _by_expert(codes: ExpertCodes, stacked: Sequence[Sequence[str]], checkpoint: Checkpoint) -> dict[str, Quantized]:
+    """Divide the codes of experts among the tensors of each, as `stacked` names them.
+
+    Raises:
+        UnsupportedError: the checkpoint has not a tensor for each matrix of each expert.
+    """
+    count, n, blocks = graph.static(codes.scales)
+    size, parts = codes.node.block_size, 1 + codes.of_gates
+    entries = [[checkpoint.tensors.get(tensor) for tensor in tensors] for tensors in stacked]
+    shapes = {() if entry is None else entry.shape for each in entries for entry in each}
+    k = max((shape[-1] for shape in shapes if shape), default=0)
+    if [len(each) for each in entries] != [parts] * count or shapes != {(n // parts, k)} or -(-k // size) > blocks:
+        raise UnsupportedError(
+            f"{codes.parameter}: the checkpoint has no tensor of {n // parts} output features for each of {count} "
+            "experts, so that their codes have no name there",
+            hint=f"exclude them: `exclude: [{codes.parameter}]`",
+        )
+    made: dict[str, Quantized] = {}
+    for expert, tensors in enumerate(stacked):
+        for part, tensor in enumerate(tensors):  # rows of a gate and of the rest come in turn
+            made[tensor] = ExpertBlocks(
+                codes.parameter, n // parts, k, codes.node.expert_weight_bits, size,
+                codes.codes, codes.scales, codes.zero_points,
+                experts=codes, expert=expert, matrices=count * parts, rows=np.arange(part, n, parts),
+            )  # fmt: skip
+    return made
 
 
 def _caches_in(model: ir.Model, tensors: Sequence[str]) -> dict[str, CacheScales]:
@@ -359,6 +442,13 @@ def _of_product(node: ir.Node) -> Quantized | None:
         _plain(product.scales),
         product.zero_points,
     )
+
+
+def _of_experts(layer: QMoE) -> list[ExpertCodes]:
+    gates = layer.swiglu_fusion == 1
+    first = layer.fc1_experts_weights, _plain(layer.fc1_scales), layer.fc1_zero_points, gates
+    second = layer.fc2_experts_weights, _plain(layer.fc2_scales), layer.fc2_zero_points, False
+    return [ExpertCodes(_parameter(each[0], layer.name), layer, *each) for each in (first, second)]
 
 
 def _of_lookup(node: ir.Node) -> Quantized | None:

@@ -46,7 +46,8 @@ def exported(model: ir.Model, traced: ir.Model, checkpoint: Checkpoint) -> Expor
         for name, (source, transposed) in bindings.of.items()
         if source.converted is None and len(source.tensors) == 1
     }
-    return exported_parameters.exported(model, traced, checkpoint, bound)
+    stacked = {name: source.matrices for name, (source, _) in bindings.of.items() if source.matrices}
+    return exported_parameters.exported(model, traced, checkpoint, bound, stacked)
 
 
 def check(

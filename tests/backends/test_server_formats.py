@@ -6,6 +6,7 @@ in a folder of their own, on PYTHONPATH.
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any, cast
@@ -25,7 +26,9 @@ from llmforge.ir import graph
 from llmforge.passes import ALL, FlashAttention, QuantizeChannels, QuantizeFp4, QuantizeKvFp8, QuantizeMx
 from llmforge.quantization.grids import dequantize
 from llmforge.recipe import EngineSpec
+from llmforge.trace import trace
 
+from ..models import zoo
 from .exports import (
     BY_MODELOPT,
     LAYER,
@@ -34,6 +37,7 @@ from .exports import (
     Traced,
     blocks,
     check,
+    dense,
     export,
     of_nibbles,
     settings,
@@ -255,6 +259,57 @@ def multiplied(matrix: Any) -> NDArray[np.float32]:
     if hasattr(matrix, "by_output"):
         return cast(NDArray[np.float32], matrix.by_output.astype(np.float32) * matrix.scales_by_output)
     return dequantize(matrix.read())
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    """A mixture of 8 experts whose sizes blocks of 32 divide."""
+    torch = pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("experts")
+    zoo.write("qwen3-moe", folder, torch.bfloat16, moe_intermediate_size=64)
+    checkpoint = Checkpoint.open(folder)
+    return checkpoint, trace(checkpoint)
+
+
+@pytest.mark.parametrize("given", [{}, {"symmetric": True}, {"bits": 8}], ids=["int4", "int4-symmetric", "int8"])
+def test_each_expert_has_its_codes_by_its_own_name(given: dict[str, Any], experts: Traced, tmp_path: Path) -> None:
+    checkpoint, _ = experts
+    step = blocks(scales="bf16", **given)
+    _, engine = write(experts, tmp_path, step)
+    found, bits = tensors(engine / "model.safetensors"), step.bits
+    for expert, layer in itertools.product(range(8), ("gate_proj", "up_proj", "down_proj")):
+        name = f"model.layers.1.mlp.experts.{expert}.{layer}"
+        weight = checkpoint.tensor(f"{name}.weight").numpy().astype(np.float32)
+        assert found[f"{name}.weight_shape"].tolist() == list(weight.shape)
+        codes = dense(found[f"{name}.weight_packed"], bits)
+        scales = found[f"{name}.weight_scale"].astype(np.float32)
+        if f"{name}.weight_zero_point" in found:
+            points = dense(np.ascontiguousarray(found[f"{name}.weight_zero_point"].T), bits).T
+            codes = codes - np.repeat(points, 32, axis=1)
+        steps = np.repeat(scales, 32, axis=1)
+        assert (np.abs(codes * steps - weight) <= 1.01 * np.abs(steps)).all(), "rounded in their own rows"
+        read = Checkpoint.open(engine).tensor(f"{name}.weight").numpy().astype(np.float32)
+        np.testing.assert_allclose(read, codes * steps, rtol=2**-8)
+        assert f"{name}.weight" not in found
+    assert "model.layers.1.mlp.gate" in settings(engine)["quantization_config"]["ignore"]
+    assert not any("experts" in name for name in settings(engine)["quantization_config"]["ignore"])
+
+
+def test_experts_that_servers_have_no_kernels_for_are_refused(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    zoo.write("qwen3-moe", tmp_path, torch.bfloat16)  # 48 inner features: blocks of 16
+    checkpoint = Checkpoint.open(tmp_path)
+    _, exported = export((checkpoint, trace(checkpoint)), blocks(scales="bf16"))
+    with pytest.raises(
+        UnsupportedError, match="its blocks are of 16; the servers' kernels of experts take 32"
+    ) as caught:
+        check(exported)
+    assert "exclude: [model.layers.1.mlp.experts" in (caught.value.hint or "")
+
+
+def test_experts_have_no_names_of_modelopt(experts: Traced) -> None:
+    with pytest.raises(UnsupportedError, match="experts have no names of ModelOpt's here"):
+        check(export(experts, blocks(scales="bf16"))[1], BY_MODELOPT)
 
 
 # --- the tools themselves --------------------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def build(request: BuildRequest) -> BuiltEngine:
     facts = {
         "format": held + (", keys and values cached in fp8" if caches else ""),
         "codes": "read back, and equal to those of the graph",
-        "servers": servers.described(found.names, caches=caches),
+        "servers": servers.described(found.names, experts=found.experts(exported), caches=caches),
     }
     notes = [f"engine: config.json says dtype {DTYPES[scales]}, in which scales are exact"] if scales else []
     return BuiltEngine.built(request, written, facts, notes, graph_=request.model, written=hashes)

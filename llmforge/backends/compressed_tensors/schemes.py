@@ -9,7 +9,15 @@ from typing import Any, Final, Literal, cast
 from llmforge.backends.compressed_tensors import modelopt
 from llmforge.backends.compressed_tensors.layout import HALVES, TOGETHER, WORD_BITS, QuantMethod
 from llmforge.backends.compressed_tensors.servers import FormatName
-from llmforge.backends.exported_parameters import Blocks, Exported, Fp4Matrix, KernelBlocks, MxMatrix, Quantized
+from llmforge.backends.exported_parameters import (
+    Blocks,
+    ExpertBlocks,
+    Exported,
+    Fp4Matrix,
+    KernelBlocks,
+    MxMatrix,
+    Quantized,
+)
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import fp4, mx
@@ -22,6 +30,7 @@ KV_SCHEME: Final = {  # keys and values in fp8, a scale each for a layer
     "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True,
 }  # fmt: skip
 _HEAD, _MATRIX = "lm_head", 2
+_EXPERTS_SIZE = 32  # the smallest group of vLLM's and SGLang's int4 and int8 experts
 
 Strategy = Literal["tensor", "channel", "group", "tensor_group", "block"]
 
@@ -95,6 +104,10 @@ class Schemes:
         """
         layers = {tensor: scheme_of(tensor, matrix) for tensor, matrix in exported.quantized.items()}
         if method == modelopt.NAME:
+            if any(isinstance(matrix, ExpertBlocks) for matrix in exported.quantized.values()):
+                raise UnsupportedError(
+                    "experts have no names of ModelOpt's here", hint="leave `quant_method` out, or exclude them"
+                )
             for tensor, scheme in layers.items():
                 _require_modelopt(tensor, scheme)
             if len(found := sorted({scheme.name for scheme in layers.values()})) > 1:
@@ -109,6 +122,11 @@ class Schemes:
         """Their names in `servers.SERVERS`."""
         own = "" if self.method == METHOD else f"-{self.method}"
         return frozenset(cast(FormatName, f"{scheme.name}{own}") for scheme in self.layers.values())
+
+    def experts(self, exported: Exported) -> frozenset[FormatName]:
+        """Name those of experts."""
+        quantized = exported.quantized
+        return frozenset(each.name for key, each in self.layers.items() if isinstance(quantized[key], ExpertBlocks))
 
     @property
     def packed_scales(self) -> Scale | None:
@@ -274,6 +292,12 @@ def _of_blocks(tensor: str, matrix: Blocks) -> LayerScheme:
             f"{tensor}: {matrix.n} output features are no multiple of {WORD_BITS // matrix.bits}, as words of zero "
             "points hold",
             hint=f"exclude it: `exclude: [{matrix.parameter}]`",
+        )
+    if isinstance(matrix, ExpertBlocks) and matrix.block_size < _EXPERTS_SIZE:
+        raise UnsupportedError(
+            f"{tensor}: its blocks are of {matrix.block_size}; the servers' kernels of experts take {_EXPERTS_SIZE} "
+            "input features or more",
+            hint=f"exclude them: `exclude: [{matrix.parameter}]`",
         )
     size, scales = matrix.block_size, matrix.stored_scales
     return LayerScheme("pack-quantized", matrix.bits, "int", "group", size, matrix.symmetric, scales)

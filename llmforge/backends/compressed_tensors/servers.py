@@ -48,6 +48,7 @@ class Loads:
 
 
 _RUN, _READ = Loads("run"), Loads("read")
+_NO_AWQ = Loads("refused", "it has no W4A16_AWQ: `ModelOpt currently only supports`")
 _STATIC = Loads("refused", "scales of activations must be per token")
 _NULL = Loads("refused", "it reads `input_activations`, which is null")
 _NO_KERNEL = "no kernel: `Failed to find a kernel that can implement the {} linear`"
@@ -55,6 +56,7 @@ _NARROW = Loads("refused", "its kernel fails: `narrow() cannot be applied to a 0
 _NO_SCHEME = Loads("refused", "it has no scheme: `No compressed-tensors compatible scheme was found`")
 _FP8_ALONE = Loads("refused", "of ModelOpt's fp8 it has one scale a matrix alone")
 _NO_MX = Loads("refused", "of compressed-tensors it reads fp8 by channels and blocks alone")
+_NO_EXPERTS = "no kernel: `No WNA16 MoE backend supports the deployment configuration`"
 Row = Mapping[ServerName, Loads]
 
 
@@ -65,8 +67,8 @@ def _row(cpu: Loads, vllm: Loads, sglang: Loads, tensorrt_llm: Loads) -> Row:
 SERVERS: Mapping[FormatName, Row] = {
     "int4": _row(_RUN, _READ, _READ, _NULL),
     "int4-modelopt": _row(
-        _RUN,
-        Loads("refused", "it has no W4A16_AWQ: `ModelOpt currently only supports`"),
+        _NO_AWQ,
+        _NO_AWQ,
         Loads("refused", "it has no W4A16_AWQ"),
         _READ,
     ),
@@ -77,8 +79,8 @@ SERVERS: Mapping[FormatName, Row] = {
     "fp8-static": _row(_NARROW, _READ, _READ, _STATIC),
     "fp8-per_token": _row(_RUN, _READ, _READ, _READ),
     "fp8-per_token-modelopt": _row(_RUN, _READ, _FP8_ALONE, _READ),
-    "fp8-tensor": _row(_RUN, _READ, _READ, _STATIC),
-    "fp8-tensor-modelopt": _row(_RUN, _READ, _READ, _READ),
+    "fp8-tensor": _row(Loads("refused", "its build has no `static_scaled_fp8_quant`"), _READ, _READ, _STATIC),
+    "fp8-tensor-modelopt": _row(Loads("refused", "its build has no `silu_and_mul_quant`"), _READ, _READ, _READ),
     "fp8-block": _row(Loads("refused", "no kernel without AMX: `requires AMX tile support`"), _READ, _READ, _READ),
     "nvfp4": _row(
         Loads("refused", _NO_KERNEL.format("NVFP4")),
@@ -87,9 +89,15 @@ SERVERS: Mapping[FormatName, Row] = {
         Loads("refused", "it reads scales by ModelOpt's names"),
     ),
     "nvfp4-modelopt": _row(Loads("refused", _NO_KERNEL.format("NVFP4")), _READ, _READ, _READ),
-    "mxfp4": _row(_RUN, _READ, _NO_SCHEME, _NO_MX),
-    "mxfp8": _row(_RUN, _READ, _NO_SCHEME, _NO_MX),
-    "mxfp8-modelopt": _row(_RUN, _READ, _FP8_ALONE, Loads("refused", "it has no algorithm MXFP8")),
+    "mxfp4": _row(Loads("refused", _NO_KERNEL.format("MXFP4")), _READ, _NO_SCHEME, _NO_MX),
+    "mxfp8": _row(Loads("refused", _NO_KERNEL.format("MXFP8")), _READ, _NO_SCHEME, _NO_MX),
+    "mxfp8-modelopt": _row(
+        Loads("refused", _NO_KERNEL.format("MXFP8")), _READ, _FP8_ALONE, Loads("refused", "it has no algorithm MXFP8")
+    ),
+}
+EXPERTS: Mapping[FormatName, Row] = {  # of a mixture, in these formats
+    "int4": _row(Loads("refused", _NO_EXPERTS), _READ, _READ, _NULL),
+    "int8": _row(Loads("refused", _NO_EXPERTS), _READ, _READ, _NULL),
 }
 CACHES: Mapping[CacheName, Row] = {
     "fp8": _row(_RUN, _READ, _READ, Loads("refused", "of compressed-tensors it does not read `kv_cache_scheme`")),
@@ -97,9 +105,11 @@ CACHES: Mapping[CacheName, Row] = {
 }
 
 
-def described(formats: frozenset[FormatName], *, caches: bool = False) -> str:
-    """Say which servers load a checkpoint that has all of `formats`, and perhaps keys and values cached in fp8."""
-    rows = [SERVERS[name] for name in sorted(formats)]
+def described(
+    formats: frozenset[FormatName], *, experts: frozenset[FormatName] = frozenset(), caches: bool = False
+) -> str:
+    """Say which servers load a checkpoint that has all of `formats`, some of `experts`, and caches in fp8 or not."""
+    rows = [SERVERS[name] for name in sorted(formats)] + [EXPERTS[name] for name in sorted(experts)]
     if caches:
         rows.append(CACHES["fp8-modelopt" if any(name.endswith("-modelopt") for name in formats) else "fp8"])
     found: dict[str, list[str]] = {"run": [], "read": [], "refused": []}
@@ -118,6 +128,7 @@ def table() -> str:
     ]
     lines.append("|---" * (len(VERSIONS) + 1) + "|")
     rows = {name.replace("-", ", "): row for name, row in SERVERS.items()}
+    rows |= {f"experts in {name}": row for name, row in EXPERTS.items()}
     rows |= {f"keys and values in {name.replace('-', ', ')}": row for name, row in CACHES.items()}
     for name, servers in rows.items():
         cells = [
