@@ -148,6 +148,27 @@ def test_it_refuses_what_is_said_to_be_refused(name: FormatName, vllm: Path, dat
     assert expected in str(caught.value)
 
 
+@pytest.mark.parametrize("name", [name for name, servers in CACHES.items() if servers["vLLM on CPUs"].known == "run"])
+def test_it_caches_keys_and_values_in_fp8(name: CacheName, vllm: Path, data: Path, tmp_path: Path) -> None:
+    steps = [{"quantize-kv-fp8": {"budget": {"kld_mean": 1.0}}}, *passes("fp8-per_token")]
+    built = build(tmp_path, data / "docs-llama-7m", data, vllm, steps, method_of(name))
+    require_ran(built)
+    assert "keys and values cached in fp8" in built.report.engine.facts["format"]
+
+
+@pytest.mark.parametrize("name", SERVED_EXPERTS)
+def test_it_refuses_experts_that_are_written(name: FormatName, vllm: Path, tmp_path: Path) -> None:
+    [expected] = SERVED_EXPERTS[name]["vLLM on CPUs"].why.split("`")[1::2]
+    zoo.write("qwen3-moe", tmp_path / "checkpoint", torch.bfloat16, moe_intermediate_size=64)
+    checkpoint = Checkpoint.open(tmp_path / "checkpoint")
+    bits = int(name.removeprefix("int"))
+    exports.write((checkpoint, trace(checkpoint)), tmp_path, exports.blocks(bits=bits, scales="bf16"))
+    [found] = runtimes.find(["vllm"], {"vllm": vllm})
+    with runtimes.opened(tmp_path, zoo.BASE["vocab_size"], found) as other, pytest.raises(RunFailed) as caught:
+        other.loaded_s()
+    assert expected in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "weights",
     [

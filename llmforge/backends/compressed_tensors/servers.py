@@ -56,6 +56,7 @@ _NARROW = Loads("refused", "its kernel fails: `narrow() cannot be applied to a 0
 _NO_SCHEME = Loads("refused", "it has no scheme: `No compressed-tensors compatible scheme was found`")
 _FP8_ALONE = Loads("refused", "of ModelOpt's fp8 it has one scale a matrix alone")
 _NO_MX = Loads("refused", "of compressed-tensors it reads fp8 by channels and blocks alone")
+_NO_INT8 = Loads("refused", "its kernel has 4 bits alone: `not supported by CPUWNA16`")
 _NO_EXPERTS = "no kernel: `No WNA16 MoE backend supports the deployment configuration`"
 Row = Mapping[ServerName, Loads]
 
@@ -72,7 +73,7 @@ SERVERS: Mapping[FormatName, Row] = {
         Loads("refused", "it has no W4A16_AWQ"),
         _READ,
     ),
-    "int8": _row(Loads("refused", "its kernel has 4 bits alone: `not supported by CPUWNA16`"), _READ, _READ, _NULL),
+    "int8": _row(_NO_INT8, _READ, _READ, _NULL),
     "int8-static": _row(_RUN, _READ, _READ, _STATIC),
     "int8-per_token": _row(_RUN, _READ, _READ, Loads("refused", "it takes the codes for fp8, and does not say so")),
     "fp8": _row(Loads("refused", _NO_KERNEL.format("ScaledMM")), _READ, _READ, _NULL),
@@ -97,7 +98,7 @@ SERVERS: Mapping[FormatName, Row] = {
 }
 EXPERTS: Mapping[FormatName, Row] = {  # of a mixture, in these formats
     "int4": _row(Loads("refused", _NO_EXPERTS), _READ, _READ, _NULL),
-    "int8": _row(Loads("refused", _NO_EXPERTS), _READ, _READ, _NULL),
+    "int8": _row(_NO_INT8, _READ, _READ, _NULL),
 }
 CACHES: Mapping[CacheName, Row] = {
     "fp8": _row(_RUN, _READ, _READ, Loads("refused", "of compressed-tensors it does not read `kv_cache_scheme`")),
