@@ -14,15 +14,19 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from llmforge.backends.compressed_tensors.schemes import LayerScheme
-from llmforge.backends.compressed_tensors.servers import SERVERS, FormatName
+from llmforge.backends.compressed_tensors.servers import CACHES, SERVERS, CacheName, FormatName
+from llmforge.backends.compressed_tensors.servers import EXPERTS as SERVED_EXPERTS
 from llmforge.base.errors import RunFailed
 from llmforge.base.progress import Silent
+from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
 from llmforge.compile import pipeline
 from llmforge.compile.state import BuildResult
 from llmforge.measure import runtimes
 from llmforge.recipe import Recipe
+from llmforge.trace import trace
 
+from ..backends import exports
 from ..models import smollm2, zoo
 from ..models.runtimes import environment
 from ..servers.triton_server import client, environment_or_skip
