@@ -31,7 +31,6 @@ from llmforge.ir.operators.standard import DequantizeLinear
 from llmforge.quantization.formats import FP8_CHANNEL
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.statistics import Demand, KvRangeDemand
-from llmforge.rewrite.declared import QuantizeKvFp8Traits
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass
 from llmforge.rewrite.patterns import NotApplicable, rewrite_each
 from llmforge.rewrite.traits import Storage
@@ -40,9 +39,10 @@ _FP8 = ir.DataType.FLOAT8E4M3FN
 
 
 @dataclass(frozen=True)
-class QuantizeKvFp8(QuantizeKvFp8Traits, Pass):
+class QuantizeKvFp8(Pass):
     """Round keys and values to fp8, for servers of others that cache them so."""
 
+    name: ClassVar[str] = "quantize-kv-fp8"
     numerics: ClassVar[Numerics] = Numerics.LOSSY
     servers_alone: ClassVar[bool] = True
 

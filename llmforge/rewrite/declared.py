@@ -183,12 +183,6 @@ class QuantizeKvCacheTraits(Traits):
         )
 
 
-class QuantizeKvFp8Traits(Traits):
-    """Traits of `quantize-kv-fp8`."""
-
-    name: ClassVar[str] = "quantize-kv-fp8"
-
-
 class LowerPrecisionTraits(Traits):
     """Traits of `lower-precision`."""
 
@@ -225,7 +219,6 @@ DECLARED: tuple[type[Traits], ...] = (
     FuseNormsTraits,
     PackQkvTraits,
     PackGateUpTraits,
-    QuantizeKvFp8Traits,
     FlashAttentionTraits,
     QuantizeWeightsTraits,
     QuantizeChannelsTraits,

@@ -8,7 +8,7 @@ Where tensors differ from those of compressed-tensors:
 - MXFP8: the same tensors.
 - W4A16_AWQ: `weight` uint8 [N/2, K], two signed codes of one column in a byte, the first in the lower bits;
   `weight_scale` [N, K/groups]; `pre_quant_scale` [K], ones, of layers that read no norm, where TensorRT-LLM wants it.
-- Keys and values in fp8: `k_proj.k_scale` and `v_proj.v_scale`, fp32 [], in place of `k_scale` and `v_scale`, [1].
+- Keys and values in fp8: `k_scale` and `v_scale` are fp32 [], and stand in k_proj and v_proj.
 
 (ModelOpt 0.47: torch/export/unified_export_hf.py, quant_utils.py, convert_hf_config.py.)
 """
