@@ -16,6 +16,8 @@ from llmforge.passes.prune_structure import PruneStructure
 from llmforge.passes.quantize_channels import QuantizeChannels
 from llmforge.passes.quantize_fp4 import QuantizeFp4
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
+from llmforge.passes.quantize_kv_fp8 import QuantizeKvFp8
+from llmforge.passes.quantize_mx import QuantizeMx
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.passes.recover_scales import RecoverScales
 from llmforge.passes.sparsify_weights import Sparsify
@@ -27,6 +29,7 @@ ALL: tuple[type[Pass], ...] = (
     FuseNorms,
     PackQkv,
     PackGateUp,
+    QuantizeKvFp8,
     FlashAttention,
     AddAdapters,
     Sparsify,
@@ -35,6 +38,7 @@ ALL: tuple[type[Pass], ...] = (
     RecoverScales,
     QuantizeChannels,
     QuantizeFp4,
+    QuantizeMx,
     FuseExperts,
     QuantizeKvCache,
     LowerPrecision,

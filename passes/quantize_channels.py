@@ -21,6 +21,9 @@ and `s` is one number, the largest |x| of the calibration text over the largest 
 
 and `t` [batch, sequence, 1] is the largest |x| of each token over the largest code.
 
+    with `granularity: tensor`, for fp8 and `activations: static`, as ModelOpt's checkpoints have it: `scales` are fp32
+    [], one number for all matrices that read one input, which servers multiply by as one.
+
     with `granularity: block`, for fp8 and `activations: per_token`, as servers of others read DeepSeek's checkpoints:
     y = x·W + b                     becomes  y = r·DequantizeLinear(codes, scales) + b,
                                              r = t·DequantizeLinear(QuantizeLinear(x / t, 1), 1)
@@ -98,10 +101,11 @@ class QuantizeChannels(QuantizeChannelsTraits, Pass):
         ),
     ] = "none"
     granularity: Annotated[
-        Literal["channel", "block"],
+        Literal["channel", "tensor", "block"],
         Field(
-            description="what shares a scale; channel: an output feature, and a token; block: 128 × 128 weights "
-            "in fp8, and 128 features of a token, with `activations: per_token`"
+            description="what shares a scale; channel: an output feature, and a token; tensor: all matrices that read "
+            "one input, in fp8 with `activations: static`; block: 128 × 128 weights in fp8, and 128 features of a "
+            "token, with `activations: per_token`"
         ),
     ] = "channel"
     method: Annotated[
@@ -125,6 +129,10 @@ class QuantizeChannels(QuantizeChannelsTraits, Pass):
             raise ValueError("granularity: block goes with dtype: fp8 and activations: per_token")
         if self.in_squares and (self.takes_stored or self.head or self.alpha is not None):
             raise ValueError("granularity: block goes with method: rtn and head: false, and without alpha")
+        if self.granularity == "tensor" and (self.dtype, self.activations) != ("fp8", "static"):
+            raise ValueError("granularity: tensor goes with dtype: fp8 and activations: static")
+        if self.granularity == "tensor" and (self.takes_stored or self.head):
+            raise ValueError("granularity: tensor goes with method: rtn and head: false")
         if self.alpha is not None and (self.activations == "none" or not self.smooth):
             raise ValueError("alpha goes with smooth: true and activations: static or per_token")
         if self.alpha is not None and self.takes_stored:
@@ -186,9 +194,12 @@ class QuantizeChannels(QuantizeChannelsTraits, Pass):
             chosen.append(product)
 
         def quantize(product: MatMul) -> str:
+            x = product.x
             done = rounding.round(product)
-            self._store(model, product, rounding.sources[product.node], found.get(product.node))
-            shared = f"{channels.SQUARE} × {channels.SQUARE} weights" if self.in_squares else "output feature"
+            self._store(model, product, rounding.sources[product.node], found.get(product.node), beside.get(x, ()))
+            shared = {"channel": "output feature", "tensor": "input"}.get(
+                self.granularity, f"{channels.SQUARE} × {channels.SQUARE} weights"
+            )
             what = f"{self.dtype}{', stored' if found else ''}, one scale per {shared}"
             return what + (f", {done}" if done else "")
 
@@ -199,6 +210,10 @@ class QuantizeChannels(QuantizeChannelsTraits, Pass):
         group = channels.SQUARE if self.in_squares else None
         how = HowRounded(self.name, self.dtype, self.activations, smooth, group)
         rounding = InputRounding(how, model, chosen, inputs, found)
+        beside: dict[ir.Value, list[ir.TensorProtocol]] = {}  # weights that share a scale, by what they read
+        for product in chosen if self.granularity == "tensor" else ():
+            if (weight := weight_of(product)) is not None:
+                beside.setdefault(product.x, []).append(graph.tensor(weight))
         rewrite_each(chosen, quantize, changes)
         if codes is not None:
             changes.notes += codes.notes()
@@ -206,8 +221,18 @@ class QuantizeChannels(QuantizeChannelsTraits, Pass):
             graph.drop_unused(model)
         return changes
 
-    def _store(self, model: ir.Model, product: MatMul, sources: Sequence[str], stored: StoredChannels | None) -> None:
-        """Let `product` multiply by dequantized codes of its weight, [K, N], or [N, K] where that is transposed."""
+    def _store(
+        self,
+        model: ir.Model,
+        product: MatMul,
+        sources: Sequence[str],
+        stored: StoredChannels | None,
+        beside: Sequence[ir.TensorProtocol],
+    ) -> None:
+        """Let `product` multiply by dequantized codes of its weight, [K, N], or [N, K] where that is transposed.
+
+        Weights that stand `beside` it, it among them, share one scale; there are none where scales are of channels.
+        """
         weight = weight_of(product)
         assert weight is not None
         transposed = weight is not product.w
@@ -219,6 +244,9 @@ class QuantizeChannels(QuantizeChannelsTraits, Pass):
         rounded: ir.LazyTensor
         if stored is not None:
             rounded, steps = _lazy(stored, dtype, shape, name)
+        elif beside:
+            rounded = Derived(channels.tensor_codes, [tensor, *beside], dtype, shape, name)
+            steps = Derived(channels.tensor_scale, beside, ir.DataType.FLOAT, ir.Shape([]), f"{name}.scales")
         elif self.in_squares:
             rounded = Derived(channels.square_codes, [tensor], dtype, shape, name)
             by_square = ir.Shape([shape.numpy()[0] // channels.SQUARE, shape.numpy()[1]])

@@ -6,8 +6,9 @@ nothing but parameters. So every parameter is found again in the graph: as it wa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -21,8 +22,9 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.ir.derived import Derived
-from llmforge.ir.operators.canonical import Fp4Linear
-from llmforge.ir.operators.contrib import GatherBlockQuantized, MatMulNBits, QMoE
+from llmforge.ir.interface import PAST
+from llmforge.ir.operators.canonical import Attention, Fp4Linear, MxLinear
+from llmforge.ir.operators.contrib import GatherBlockQuantized, GroupQueryAttention, MatMulNBits, QMoE
 from llmforge.ir.operators.cpu import CpuLinear, Embedding
 from llmforge.ir.operators.standard import Cast, DequantizeLinear, Div, MatMul, QuantizeLinear, Reshape
 from llmforge.quantization import cpu_layout
@@ -32,6 +34,8 @@ from llmforge.quantization.initializers import SCALES
 from llmforge.rewrite import cpu_linear, smoothing
 from llmforge.rewrite.pass_base import Pass
 
+_KEYS = re.compile(r"(.*\blayers\.(\d+)\.\w+)\.k_proj\.weight")  # a module of attention, and its layer
+_KEY_AND_VALUE = 2
 _REMOVE = "leave the pass that merges or changes it out of the recipe"
 
 
@@ -74,6 +78,53 @@ class Blocks:
         return unpack(Packed(codes, scales, points), grid, self.k)
 
 
+@dataclass(eq=False)
+class ExpertCodes:
+    """The codes of one matrix of each of E experts, [E, n, k], computed once until each was read."""
+
+    parameter: str
+    node: QMoE
+    codes: ir.Value  # uint8 [E, n, k·bits/8]
+    scales: ir.Value  # fp32, fp16 or bf16 [E, n, blocks]
+    zero_points: ir.Value | None
+    of_gates: bool  # rows are those of a gate and of the rest in turn
+    unread: int = 0  # matrices of it that are still to be read, while the arrays are held
+    _arrays: tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None] | None = None
+
+    def take(self, expert: int, matrices: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
+        """Return codes, scales and zero points of one expert; in all, so many `matrices` are to be read."""
+        if self._arrays is None:
+            points = None if self.zero_points is None else graph.tensor(self.zero_points).numpy()
+            self._arrays = graph.tensor(self.codes).numpy(), graph.tensor(self.scales).numpy(), points
+            self.unread = matrices
+        codes, scales, points = self._arrays
+        self.unread -= 1
+        if not self.unread:
+            self._arrays = None
+        return codes[expert], scales[expert], None if points is None else points[expert]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExpertBlocks(Blocks):
+    """Some rows of a matrix of one of several experts."""
+
+    experts: ExpertCodes
+    expert: int
+    rows: NDArray[np.intp]
+    matrices: int  # parts of those of all experts, that there are
+
+    def read(self) -> QuantizedMatrix:
+        """Compute codes, scales and zero points."""
+        codes, scales, points = self.experts.take(self.expert, self.matrices)
+        blocks = self.grid.blocks(self.k)
+        packed = Packed(
+            np.ascontiguousarray(codes[self.rows]).reshape(self.n, blocks, -1),
+            scales[self.rows].astype(np.float32),
+            None if points is None else np.ascontiguousarray(points[self.rows]),
+        )
+        return unpack(packed, self.grid, self.k)
+
+
 @dataclass(frozen=True, eq=False)
 class KernelBlocks:
     """A matrix [n, k] in blocks of codes on `grid`, as llmforge's CPU kernels have them."""
@@ -103,6 +154,7 @@ class ChannelMatrix:
     inputs: Literal["none", "static", "per_token"]  # how what the layer reads is rounded
     input_scale: ir.Value | None  # fp32 [], where that is static
     square: int | None = None  # features, of either kind, that share a scale; scales are then [k / square, n]
+    whole: bool = False  # scales are fp32 [], one for the matrix
 
     @cached_property
     def by_output(self) -> NDArray[Any]:
@@ -111,8 +163,10 @@ class ChannelMatrix:
 
     @cached_property
     def scales_by_output(self) -> NDArray[np.float32]:
-        """The scales [n, 1], or [ceil(n / square), k / square]."""
+        """The scales [n, 1], or [ceil(n / square), k / square], or [1]."""
         scales = graph.tensor(self.scales).numpy()
+        if self.whole:
+            return scales.astype(np.float32).reshape(1)
         if self.square is None:
             return scales.astype(np.float32)[:, None]
         return np.ascontiguousarray(scales[:, :: self.square].T)
@@ -141,7 +195,37 @@ class Fp4Matrix:
         return np.ascontiguousarray(graph.tensor(self.scales).numpy().T)
 
 
-Quantized = Blocks | KernelBlocks | ChannelMatrix | Fp4Matrix
+@dataclass(frozen=True, eq=False)
+class MxMatrix:
+    """A matrix [n, k] in a microscaling format."""
+
+    parameter: str
+    n: int
+    k: int
+    dtype: str  # fp4 or fp8
+    codes: ir.Value  # e2m1 or e4m3 [k, n]
+    scales: ir.Value  # e8m0 [k / 32, n]
+
+    @property
+    def codes_by_output(self) -> NDArray[Any]:
+        """The codes [n, k], a byte each."""
+        return np.ascontiguousarray(graph.tensor(self.codes).numpy().T)
+
+    @property
+    def scales_by_output(self) -> NDArray[np.uint8]:
+        """The exponents of blocks [n, k / 32], from -127 on."""
+        return np.ascontiguousarray(graph.tensor(self.scales).numpy().T).view(np.uint8)
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """By what keys and values of one layer are divided before they are cached in fp8."""
+
+    key: np.float32
+    value: np.float32
+
+
+Quantized = Blocks | KernelBlocks | ChannelMatrix | Fp4Matrix | MxMatrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,19 +235,23 @@ class Exported:
     checkpoint: Checkpoint
     quantized: Mapping[str, Quantized]
     changed: Mapping[str, ir.TensorProtocol]  # vectors, fp32: weights of norms and biases, times powers of two
+    caches: Mapping[str, CacheScales] = field(default_factory=dict)  # by the module of attention; none: not in fp8
 
 
 def check_passes(backend: BackendName, steps: Sequence[type[Pass]], registry: Sequence[type[Pass]]) -> None:
-    """Return if a file of `backend` can say what `steps` do to a model; `registry` is what there is instead.
+    """Return if an engine of `backend` can say what `steps` do to a model; `registry` is what there is instead.
 
     Raises:
         UnsupportedError: it cannot; names the first that it cannot.
     """
     record = BACKENDS[backend].export_format
-    if record is None:
-        return
     for step in steps:
-        if not _holds(record, step):
+        if record is None and step.servers_alone:
+            raise UnsupportedError(
+                f"{step.name}: only servers of others compute as it says, and no engine of {backend}",
+                hint=f"leave {step.name} out of the recipe, or set `engine: {{backend: compressed-tensors, …}}`",
+            )
+        if record is not None and not _holds(record, step):
             taken = ", ".join(each.name for each in registry if _holds(record, each))
             raise UnsupportedError(
                 f"{step.name}: a {BACKENDS[backend].title} holds the parameters of the checkpoint by their own names, "
@@ -174,11 +262,15 @@ def check_passes(backend: BackendName, steps: Sequence[type[Pass]], registry: Se
 
 def _holds(record: ExportFormat, step: type[Pass]) -> bool:
     """Say whether a file can say what `step` does: nothing to parameters, or codes that it has a form for."""
-    return step.keeps_parameters or step.writes_codes in record.codes
+    if step.writes_codes is not None:
+        return step.writes_codes in record.codes
+    return step.keeps_parameters or (step.servers_alone and record.fp8_caches)
 
 
-def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], dict[str, ir.TensorProtocol]]:
-    """Find the parameters of `model` that are stored as codes, and those that outliers were moved out of.
+def found_in(
+    model: ir.Model, traced: ir.Model
+) -> tuple[dict[str, Quantized], dict[str, ExpertCodes], dict[str, ir.TensorProtocol]]:
+    """Find parameters of `model` that are stored as codes, those of experts, and those that outliers were moved out of.
 
     All others are as in the `traced` graph.
 
@@ -186,13 +278,13 @@ def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], d
         UnsupportedError: a parameter is none of these.
     """
     found: dict[str, Quantized] = {}
+    experts: dict[str, ExpertCodes] = {}
     for node in model.graph.all_nodes():
-        if QMoE.matches(node):
-            raise UnsupportedError(
-                f"{node.name}: quantized experts cannot be exported: the checkpoint has each of them by itself",
-                hint="exclude them: `quantize-weights: {exclude: ['*.experts.*']}`",
-            )
-        made = _of_product(node) or _of_lookup(node) or _of_channels(node) or _of_fp4(node) or _of_kernels(node)
+        if (layer := QMoE.of(node)) is not None:
+            experts |= {each.parameter: each for each in _of_experts(layer)}
+            continue
+        made = _of_product(node) or _of_lookup(node) or _of_channels(node) or _of_kernels(node)
+        made = made or _of_fp4(node) or _of_mx(node)
         if made is None:
             continue
         before = found.get(made.parameter)
@@ -208,7 +300,7 @@ def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], d
     }
     for value in traced.graph.initializers.values():
         names = graph.sources(value)
-        if not names or set(names) <= found.keys():
+        if not names or set(names) <= found.keys() | experts.keys():
             continue
         same = there.get(str(value.name))
         if same is not None and same.const_value is value.const_value:
@@ -219,22 +311,29 @@ def found_in(model: ir.Model, traced: ir.Model) -> tuple[dict[str, Quantized], d
             raise UnsupportedError(
                 f"parameter {names[0]} is no longer in the graph as the checkpoint has it", hint=_REMOVE
             )
-    return found, changed
+    return found, experts, changed
 
 
 def exported(
-    model: ir.Model, traced: ir.Model, checkpoint: Checkpoint, bound: Mapping[str, tuple[str, bool]]
+    model: ir.Model,
+    traced: ir.Model,
+    checkpoint: Checkpoint,
+    bound: Mapping[str, tuple[str, bool]],
+    stacked: Mapping[str, Sequence[Sequence[str]]],
 ) -> Exported:
     """Find what is written in place of tensors of the checkpoint.
 
-    `bound` names the tensor that is a parameter as a whole, and whether the graph holds it transposed.
+    `bound` names the tensor that is a parameter as a whole, and whether the graph holds it transposed; `stacked` the
+    tensors on top of each other that each expert's part of a parameter is.
 
     Raises:
         UnsupportedError: a parameter was changed in a way that no file can say, or codes stand for one that is made of
             several tensors, or is stored the other way round.
     """
-    found, changed = found_in(model, traced)
+    found, experts, changed = found_in(model, traced)
     by_tensor: dict[str, Quantized] = {}
+    for parameter, codes in experts.items():
+        by_tensor |= _by_expert(codes, stacked.get(parameter, ()), checkpoint)
     for parameter, matrix in found.items():
         tensor, transposed = bound.get(parameter, ("", False))
         entry, is_table = checkpoint.tensors.get(tensor), isinstance(matrix, Blocks | KernelBlocks) and matrix.table
@@ -254,7 +353,58 @@ def exported(
                 f"parameter {parameter} was smoothed, and is no vector of the checkpoint", hint=_REMOVE
             )
         others[tensor] = numbers
-    return Exported(checkpoint, by_tensor, others)
+    return Exported(checkpoint, by_tensor, others, _caches_in(model, [tensor for tensor, _ in bound.values()]))
+
+
+def _by_expert(codes: ExpertCodes, stacked: Sequence[Sequence[str]], checkpoint: Checkpoint) -> dict[str, Quantized]:
+    """Divide the codes of experts among the tensors of each, as `stacked` names them.
+
+    Raises:
+        UnsupportedError: the checkpoint has not a tensor for each matrix of each expert.
+    """
+    count, n, blocks = graph.static(codes.scales)
+    size, parts = codes.node.block_size, 1 + codes.of_gates
+    entries = [[checkpoint.tensors.get(tensor) for tensor in tensors] for tensors in stacked]
+    shapes = {() if entry is None else entry.shape for each in entries for entry in each}
+    k = max((shape[-1] for shape in shapes if shape), default=0)
+    if [len(each) for each in entries] != [parts] * count or shapes != {(n // parts, k)} or -(-k // size) > blocks:
+        raise UnsupportedError(
+            f"{codes.parameter}: the checkpoint has no tensor of {n // parts} output features for each of {count} "
+            "experts, so that their codes have no name there",
+            hint=f"exclude them: `exclude: [{codes.parameter}]`",
+        )
+    made: dict[str, Quantized] = {}
+    for expert, tensors in enumerate(stacked):
+        for part, tensor in enumerate(tensors):  # rows of a gate and of the rest come in turn
+            made[tensor] = ExpertBlocks(
+                codes.parameter, n // parts, k, codes.node.expert_weight_bits, size,
+                codes.codes, codes.scales, codes.zero_points,
+                experts=codes, expert=expert, matrices=count * parts, rows=np.arange(part, n, parts),
+            )  # fmt: skip
+    return made
+
+
+def _caches_in(model: ir.Model, tensors: Sequence[str]) -> dict[str, CacheScales]:
+    """Find by which scales keys and values are rounded to fp8, by the module of `tensors` that makes them."""
+    found: dict[int, CacheScales | None] = {}
+    for node in model.graph.all_nodes():
+        attention = Attention.of(node) or GroupQueryAttention.of(node)
+        past = None if attention is None else PAST.fullmatch(str(attention.past_key.name))
+        if past is not None and attention is not None:
+            read = [DequantizeLinear.made(each) for each in attention.projections[1:]]
+            steps = [np.float32(graph.tensor(each.scales).numpy()) for each in read if each is not None]
+            found[int(past[1])] = CacheScales(*steps) if len(steps) == _KEY_AND_VALUE else None
+    named = {int(match[2]): match[1] for match in map(_KEYS.fullmatch, tensors) if match is not None}
+    if not any(found.values()):
+        return {}
+    for layer, scales in found.items():
+        if scales is None or layer not in named:
+            raise UnsupportedError(
+                f"keys and values of layer {layer} "
+                + ("are not rounded to fp8, as others are" if scales is None else "are made by no k_proj of their own"),
+                hint="leave quantize-kv-fp8 out of the recipe",
+            )
+    return {named[layer]: scales for layer, scales in found.items() if scales is not None}
 
 
 def _parameter(value: ir.Value, place: str) -> str:
@@ -294,6 +444,13 @@ def _of_product(node: ir.Node) -> Quantized | None:
     )
 
 
+def _of_experts(layer: QMoE) -> list[ExpertCodes]:
+    gates = layer.swiglu_fusion == 1
+    first = layer.fc1_experts_weights, _plain(layer.fc1_scales), layer.fc1_zero_points, gates
+    second = layer.fc2_experts_weights, _plain(layer.fc2_scales), layer.fc2_zero_points, False
+    return [ExpertCodes(_parameter(each[0], layer.name), layer, *each) for each in (first, second)]
+
+
 def _of_lookup(node: ir.Node) -> Quantized | None:
     lookup = GatherBlockQuantized.of(node)
     if lookup is None:
@@ -323,13 +480,13 @@ def _of_channels(node: ir.Node) -> Quantized | None:
     dtype = {ir.DataType.INT8: "int8", ir.DataType.FLOAT8E4M3FN: "fp8"}[graph.dtype(wide.codes)]
     if wide.block_size:  # where each token and block has a scale, too
         return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "per_token", None, wide.block_size)
-    read = DequantizeLinear.made(product.x)
+    read, whole = DequantizeLinear.made(product.x), graph.static(wide.scales) == ()
     if read is None:
-        return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "none", None)
+        return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "none", None, whole=whole)
     rounded = QuantizeLinear.made(read.codes)
     if rounded is not None and Div.made(rounded.x) is not None:  # by the scale of each token
         return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "per_token", None)
-    return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "static", read.scales)
+    return ChannelMatrix(parameter, n, k, dtype, wide.codes, wide.scales, "static", read.scales, whole=whole)
 
 
 def _of_fp4(node: ir.Node) -> Quantized | None:
@@ -339,3 +496,12 @@ def _of_fp4(node: ir.Node) -> Quantized | None:
     parameter = _parameter(layer.codes, layer.name)
     k, n = graph.static(layer.codes)
     return Fp4Matrix(parameter, n, k, layer.codes, layer.scales, layer.weight_scale, layer.input_scale)
+
+
+def _of_mx(node: ir.Node) -> Quantized | None:
+    layer = MxLinear.of(node)
+    if layer is None:
+        return None
+    k, n = graph.static(layer.codes)
+    dtype = {ir.DataType.FLOAT4E2M1: "fp4", ir.DataType.FLOAT8E4M3FN: "fp8"}[graph.dtype(layer.codes)]
+    return MxMatrix(_parameter(layer.codes, layer.name), n, k, dtype, layer.codes, layer.scales)

@@ -46,19 +46,20 @@ def exported(model: ir.Model, traced: ir.Model, checkpoint: Checkpoint) -> Expor
         for name, (source, transposed) in bindings.of.items()
         if source.converted is None and len(source.tensors) == 1
     }
-    return exported_parameters.exported(model, traced, checkpoint, bound)
+    stacked = {name: source.matrices for name, (source, _) in bindings.of.items() if source.matrices}
+    return exported_parameters.exported(model, traced, checkpoint, bound, stacked)
 
 
 def check(
     spec: EngineSpec, target: Target, steps: Sequence[Pass], model: ir.Model, traced: ir.Model, checkpoint: Checkpoint
 ) -> None:
-    """Return if what `steps` left of a graph can be written for servers of others, where they are to load it.
+    """Return if what `steps` left of a graph can be written for servers of others, where they are to load it, or here.
 
     Raises:
         UnsupportedError: it cannot.
     """
+    exported_parameters.check_passes(spec.backend, [type(step) for step in steps], passes.ALL)
     if BACKENDS[spec.backend].export_format is not None:
-        exported_parameters.check_passes(spec.backend, [type(step) for step in steps], passes.ALL)
         engines.exporter(spec.backend, target).check(exported(model, traced, checkpoint), spec)
 
 

@@ -102,6 +102,8 @@ def of_pass(lossy: LossyStep, divergence: Divergence) -> PartLoss | None:
     """Make what measures the parts of a pass; None for a pass that has none."""
     if lossy.step.writes_codes == "blocks":
         return WeightLoss(lossy, divergence)
+    if lossy.step.servers_alone:  # no cache of the graph is other than before
+        return None
     return None if lossy.step.stores(None).kv is None else CacheLoss(lossy, divergence)
 
 

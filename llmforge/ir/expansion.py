@@ -6,7 +6,7 @@ additive one by head, where scores have a bias by position.
 `llmforge::LatentAttention` becomes one TensorScatter, of latents, and products with the whole buffer around a softmax:
 what makes keys of latents is multiplied with the queries instead, and what makes values with the sums (DeepSeek-V2,
 appendix C).
-`llmforge::Fp4Linear` becomes a MatMul of rounded numbers (`fp4`).
+`llmforge::Fp4Linear` and `llmforge::MxLinear` become a MatMul of rounded numbers (`fp4`, `mx`).
 `llmforge::MoE` becomes a Loop over the experts that a step chooses (`moe`); how layers with a recurrent state are
 written stands in `llmforge.ir.recurrence`.
 `llmforge::GrowingAttention` becomes two Concat, of past and new, and the same Attention under a mask that the graph's
@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from llmforge.ir import graph, interface, operators
 from llmforge.ir.builder import PREFIX, GraphBuilder, shared
 from llmforge.ir.fp4 import Fp4Expansion
+from llmforge.ir.mx import MxExpansion
 from llmforge.ir.operators import canonical
 from llmforge.ir.operators.canonical import CacheLengths, RowPlaces, TokenOrder
 from llmforge.ir.operators.record import CANONICAL, HALVES, Operator
@@ -183,6 +184,7 @@ def expand(model: ir.Model) -> ir.Model:
         canonical.LatentAttention: attention.latent_attention,
         canonical.MoE: lambda experts: graph.replace_value(experts.output, MoEExpansion(clone, experts).result()),
         canonical.Fp4Linear: Fp4Expansion(clone).expand,
+        canonical.MxLinear: MxExpansion(clone).expand,
         canonical.CacheLengths: masked.cache_lengths,
         canonical.TokenOrder: masked.token_order,
         canonical.RowPlaces: masked.row_places,

@@ -3,8 +3,9 @@
 Weights are [K, N] (input by output features), codes have their shape, scales are fp32 [N]: `w ≈ codes·scales`. The
 largest magnitude of a column becomes the largest code.
 
-fp8 may have one scale for each square of 128 × 128 instead (DeepSeek-V3, arXiv 2412.19437, section 3.3.2), K a multiple
-of 128, the last squares along N narrower: scales are fp32 [K / 128, N], those of a square alike.
+fp8 may have one scale for several matrices (`tensor_scale`), or one for each square of 128 × 128 instead (DeepSeek-V3,
+arXiv 2412.19437, section 3.3.2), K a multiple of 128, the last squares along N narrower: scales are fp32 [K / 128, N],
+those of a square alike.
 """
 
 from __future__ import annotations
@@ -47,6 +48,24 @@ def codes(numbers: NDArray[np.float32], scales: NDArray[np.float32], dtype: ir.D
     steps = np.clip(numbers / scales, -limit, limit)
     rounded: NDArray[Any] = (np.rint(steps) if dtype == INT8 else steps).astype(dtype.numpy())
     return rounded
+
+
+def tensor_scale(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:
+    """Divide the largest magnitude of matrices that share a scale by that of fp8: fp32 [], 1 for zeros alone.
+
+    Raises:
+        ValueError: they are no finite numbers.
+    """
+    if not all(np.isfinite(weight).all() for weight in parts):
+        raise ValueError("matrices of finite numbers are needed; these have NaN or infinity")
+    peak = np.float32(max(np.abs(weight).max(initial=0) for weight in parts))
+    return np.asarray(peak / np.float32(LARGEST[FP8]) if peak else np.float32(1), np.float32)
+
+
+def tensor_codes(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Round the first matrix to fp8 under the `tensor_scale` of all others; ties go to the even code."""
+    weight, *beside = parts
+    return codes(weight.astype(np.float32), tensor_scale(beside), FP8)
 
 
 def square_scales(parts: Sequence[NDArray[Any]]) -> NDArray[np.float32]:

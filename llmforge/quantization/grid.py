@@ -123,14 +123,14 @@ class Grid:
         return self if self.scale not in K_SCALES or k % self.whole == 0 else _IN_BLOCKS[self.bits]
 
     def fitting(self, *widths: int) -> Grid | None:
-        """Return this grid as com.microsoft::QMoE has it: 4 or 8 bits, no trellis, no int8 or bf16 scales (fp16, fp32).
+        """Return this grid as com.microsoft::QMoE has it: 4 or 8 bits, no trellis, no int8 scales (fp16).
 
         Its block is the largest, up to its own, that divides `widths` all, each of which holds it twice or more. None
         where that would be too small, or QMoE has not so many bits, or it has minima.
         """
         if self.bits not in QMOE_BITS or self.minimums:
             return None
-        scale: Scale = "fp16" if self.scale in SUPERSCALED else "fp32" if self.scale == "bf16" else self.scale
+        scale: Scale = "fp16" if self.scale in SUPERSCALED else self.scale
         block_size = self.block_size
         while block_size >= SMALLEST_BLOCK:
             if all(width % block_size == 0 and width > block_size for width in widths):

@@ -43,8 +43,8 @@ class EngineSpec(Section):
     )
     quant_method: Literal["compressed-tensors", "modelopt"] = Field(
         default="compressed-tensors",
-        description="of a checkpoint for vLLM and others, in its config.json; modelopt: NVFP4 by ModelOpt's names, "
-        "with hf_quant_config.json, which TensorRT-LLM loads, too",
+        description="of a checkpoint for vLLM and others, in its config.json; modelopt: by ModelOpt's names, with "
+        "hf_quant_config.json, which TensorRT-LLM loads, too",
     )
     deferred: bool = Field(
         default=False,

@@ -142,6 +142,13 @@ class QuantizeFp4Traits(Traits):
             yield Prediction(cls.name, Storage(weights="fp4", product="fp4"))
 
 
+class QuantizeMxTraits(Traits):
+    """Traits of `quantize-mx`."""
+
+    name: ClassVar[str] = "quantize-mx"
+    writes_codes: ClassVar[Codes | None] = "mx"
+
+
 class QuantizeKvCacheTraits(Traits):
     """Traits of `quantize-kv-cache`."""
 
@@ -216,6 +223,7 @@ DECLARED: tuple[type[Traits], ...] = (
     QuantizeWeightsTraits,
     QuantizeChannelsTraits,
     QuantizeFp4Traits,
+    QuantizeMxTraits,
     QuantizeKvCacheTraits,
     LowerPrecisionTraits,
     CpuKernelsTraits,

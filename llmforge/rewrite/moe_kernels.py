@@ -152,10 +152,10 @@ def fuse_quantized(
     inputs = {
         "router_probs": weights,
         "fc1_experts_weights": up.codes,
-        "fc1_scales": up.scales,
+        "fc1_scales": writer.scales(up.scales),
         "fc1_zero_points": up.zero_points,
         "fc2_experts_weights": down.codes,
-        "fc2_scales": down.scales,
+        "fc2_scales": writer.scales(down.scales),
         "fc2_zero_points": down.zero_points,
         "router_weights": weights,
     }
@@ -216,6 +216,14 @@ class _KernelWriter:
         tensor, name = graph.tensor(value), f"{value.name}.rows"
         lazy = computed(lambda: change(tensor.numpy()), tensor.dtype, shape, name)
         return graph.initializer(self.model, name, lazy, graph.sources(value))
+
+    def scales(self, value: ir.Value) -> ir.Value:
+        """Let the kernel, which takes no bf16, read such scales in fp32; ONNX Runtime casts them when it loads."""
+        if value.dtype != ir.DataType.BFLOAT16:
+            return value
+        made = self.add("Cast", [value], {"to": ir.DataType.FLOAT}, name=f"{value.name}.fp32")
+        made.type, made.shape = ir.TensorType(ir.DataType.FLOAT), value.shape
+        return made
 
     def constant(self, name: str, value: list[int] | np.generic) -> ir.Value:
         array = np.array(value, np.int64) if isinstance(value, list) else np.asarray(value)

@@ -187,6 +187,7 @@ class Pass(Traits, ABC):
     drops_caches: ClassVar[bool] = False  # it may take layers out, and with them their caches
     own_operators: ClassVar[bool] = False  # it writes operators that only llmforge has kernels for
     keeps_parameters: ClassVar[bool] = False  # it changes how a graph runs, and not what a file of parameters holds
+    servers_alone: ClassVar[bool] = False  # what it says, servers of others do: engines of llmforge gain nothing by it
 
     @classmethod
     def taking(cls, options: Mapping[str, object]) -> type[Pass]:

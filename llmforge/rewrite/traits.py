@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from llmforge.quantization.grid import Grid, Scale
 
 Goal = Literal["latency", "throughput", "size", "quality"]
-Codes = Literal["blocks", "channels", "fp4"]  # by what shares a scale: a block of inputs, an output feature, 16 in fp8
+# By what shares a scale: a block of inputs, an output feature, 16 inputs in fp8, 32 under a power of two.
+Codes = Literal["blocks", "channels", "fp4", "mx"]
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ instance_group [
 _README = """\
 # {name}
 
-A checkpoint in the format of compressed-tensors, for Triton's vLLM backend
-(`nvcr.io/nvidia/tritonserver:YY.MM-vllm-python-py3`). `1/model.json` names it from the folder where the server starts:
+A quantized checkpoint, for Triton's vLLM backend (config.json names its format;
+`nvcr.io/nvidia/tritonserver:YY.MM-vllm-python-py3`). `1/model.json` names it from the folder where the server starts:
 
     cd {start} && tritonserver --model-repository={models}
 
@@ -98,7 +98,6 @@ def _files(model: TritonModel, version: int, start: str, models: str, engine: st
     arguments = {
         "model": engine,
         "tokenizer": engine,
-        "quantization": BACKEND,
         "max_model_len": model.runtime.max_context,
         "max_num_seqs": model.runtime.max_batch,
     }

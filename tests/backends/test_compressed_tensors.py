@@ -6,7 +6,6 @@ The slow tests read them by the tool itself: `pip install compressed-tensors==0.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -16,15 +15,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from numpy.typing import NDArray
-from pydantic import ValidationError
 from safetensors import safe_open
 
-from llmforge import passes, targets
+from llmforge import passes
 from llmforge.backends.compressed_tensors import builder as compressed_tensors
-from llmforge.backends.compressed_tensors import layout, servers
-from llmforge.backends.compressed_tensors.builder import LayerScheme
-from llmforge.backends.engines import BuildRequest, exporter
-from llmforge.backends.exported_parameters import ChannelMatrix, Exported, Fp4Matrix, check_passes
+from llmforge.backends.compressed_tensors import layout, modelopt, servers
+from llmforge.backends.compressed_tensors.schemes import LayerScheme, Schemes
+from llmforge.backends.exported_parameters import ChannelMatrix, Fp4Matrix, check_passes
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import export_proxy
@@ -37,93 +34,30 @@ from llmforge.passes import (
     QuantizeChannels,
     QuantizeFp4,
     QuantizeKvCache,
-    QuantizeWeights,
 )
 from llmforge.quantization.grids import dequantize
-from llmforge.quantization.statistics import InputRange, Smoothed, Statistics
-from llmforge.recipe import EngineSpec
-from llmforge.rewrite.pass_base import Budget, Context, Pass
+from llmforge.rewrite.pass_base import Pass
 from llmforge.trace import trace
 
 from ..models import zoo
+from .exports import (
+    BY_MODELOPT,
+    LAYER,
+    LOOSE,
+    POINTS,
+    Traced,
+    blocks,
+    check,
+    dense,
+    export,
+    of_engine,
+    of_nibbles,
+    settings,
+    tensors,
+    write,
+)
 
-Traced = tuple[Checkpoint, ir.Model]
-LOOSE = Budget(kld_mean=1.0)
-LOCAL = targets.local()
-GPUS = {QuantizeChannels: targets.load("l4"), QuantizeFp4: targets.load("b200")}
-EXPONENTS = [0, 1, 2, 3, 0]
-SPEC = EngineSpec(backend="compressed-tensors", max_context=32)
-BY_MODELOPT = EngineSpec(backend="compressed-tensors", max_context=32, quant_method="modelopt")
-LAYER = "model.layers.0.mlp.down_proj"
-
-
-def blocks(**changes: Any) -> QuantizeWeights:
-    options = {"bits": 4, "block_size": 32, "scales": "fp16", "embedding_bits": 16, "method": "rtn", **changes}
-    if options["bits"] == 8:
-        options["symmetric"] = True
-    return QuantizeWeights(budget=LOOSE, **options)
-
-
-def export(traced: Traced, *steps: Any) -> tuple[ir.Model, Exported]:
-    """Run passes over the graph, with ranges of 4.0 for what a linear layer reads, and outliers in some features."""
-    checkpoint, model = traced
-    copy = model.clone()
-    inputs = {}
-    for name, entry in checkpoint.tensors.items():
-        exponents = np.zeros(entry.shape[-1], np.int8)
-        exponents[:5] = EXPONENTS[: len(exponents)]
-        inputs[name] = InputRange(np.full(entry.shape[-1], 4.0, np.float32), Smoothed(exponents, 0.5, 1.0, 2.0))
-    statistics = Statistics(0, 0, {}, {}, inputs)
-    for step in steps:
-        target = GPUS.get(type(step), LOCAL)
-        assert step.run(copy, Context(target, statistics))
-    return copy, export_proxy.exported(copy, model, checkpoint)
-
-
-def check(exported: Exported, spec: EngineSpec = SPEC) -> None:
-    exporter("compressed-tensors", LOCAL).check(exported, spec)
-
-
-def write(traced: Traced, folder: Path, *steps: Any, spec: EngineSpec = SPEC) -> tuple[ir.Model, Path]:
-    model, exported = export(traced, *steps)
-    compressed_tensors.build(BuildRequest(model, folder / "engine", spec, LOCAL, [0], 0, exported=exported))
-    return model, folder / "engine"
-
-
-def dense(words: NDArray[np.int32], bits: int) -> NDArray[np.int64]:
-    """Read signed codes of a dense row of words, bit by bit: the definition, apart from the code under test."""
-    rows = [
-        "".join(f"{word & 0xFFFFFFFF:032b}"[::-1] for word in row)  # the lowest bit first
-        for row in words.astype(np.int64).tolist()
-    ]
-    codes = [[int(row[at : at + bits][::-1], 2) for at in range(0, len(row), bits)] for row in rows]
-    return np.array(codes) - (1 << bits - 1)
-
-
-def tensors(file: Path) -> dict[str, NDArray[Any]]:
-    with safe_open(str(file), "pt") as opened:
-        import torch
-
-        found = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # it is no mapping
-        return {
-            name: (value.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn))
-            if value.dtype == torch.float8_e4m3fn
-            else value.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-            if value.dtype == torch.bfloat16
-            else value.numpy()
-            for name, value in found.items()
-        }
-
-
-def settings(engine: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((engine / "config.json").read_text())
-    return found
-
-
-def of_engine(model: ir.Model) -> Mapping[str, NDArray[Any]]:
-    """What ONNX Runtime's engine of the same graph holds, by the name of the initializer."""
-    lowered, _ = exporter("onnxruntime", LOCAL).lower(model, LOCAL, SPEC)
-    return {name: graph.tensor(value).numpy() for name, value in lowered.graph.initializers.items()}
+INPUTS: list[Any] = ["none", "static", "per_token"]
 
 
 @pytest.mark.parametrize("scales", ["fp16", "bf16"])
@@ -219,15 +153,6 @@ def test_squares_that_servers_would_put_together_must_be_whole(sample_checkpoint
     assert "granularity: channel" in (caught.value.hint or "")
 
 
-POINTS = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)  # of e2m1, by the lower three bits
-
-
-def of_nibbles(packed: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Read e2m1 of bytes, the first of two in the lower bits: the definition, apart from the code under test."""
-    nibbles = np.stack([packed & 15, packed >> 4], -1).reshape(len(packed), -1)
-    return np.where(nibbles & 8, -1, 1).astype(np.float32) * POINTS[nibbles & 7]
-
-
 def test_nvfp4_is_packed_with_scales_that_layers_share(bf16_llama: Traced, tmp_path: Path) -> None:
     checkpoint, _ = bf16_llama
     _, engine = write(bf16_llama, tmp_path, QuantizeFp4(budget=LOOSE))
@@ -277,14 +202,6 @@ def test_nvfp4_by_the_names_of_modelopt(bf16_llama: Traced, tmp_path: Path) -> N
     assert {"lm_head", "model.embed_tokens", "model.layers.1.mlp.up_proj"} <= set(beside["exclude_modules"])
     assert beside["exclude_modules"] == inline["ignore"]
     assert "model.layers.0.mlp.up_proj" not in inline["ignore"]
-
-
-def test_modelopt_has_names_for_nvfp4_alone(bf16_llama: Traced) -> None:
-    with pytest.raises(UnsupportedError, match="is no NVFP4, which alone is written by ModelOpt's names") as caught:
-        check(export(bf16_llama, blocks())[1], BY_MODELOPT)
-    assert "quantize-fp4" in (caught.value.hint or "")
-    with pytest.raises(ValidationError, match="quant_method: modelopt goes with backend: compressed-tensors"):
-        EngineSpec(backend="onnxruntime", max_context=32, quant_method="modelopt")
 
 
 def test_what_the_language_model_does_not_use_is_carried_over_and_ignored(tmp_path: Path) -> None:
@@ -462,7 +379,8 @@ def test_a_pass_that_no_checkpoint_can_say_is_refused_by_name(step: type[Pass]) 
     with pytest.raises(UnsupportedError, match=f"^{step.name}: .*cannot say what this pass does") as caught:
         check_passes("compressed-tensors", [FuseNorms, step], passes.ALL)
     assert str(caught.value.hint).endswith(
-        "takes fuse-norms, flash-attention, quantize-weights, quantize-channels, quantize-fp4"
+        "takes fuse-norms, quantize-kv-fp8, flash-attention, quantize-weights, quantize-channels, quantize-fp4, "
+        "quantize-mx"
     )
     check_passes("onnxruntime", [step], passes.ALL)
 
@@ -561,18 +479,22 @@ def test_the_documentation_has_the_table_of_servers() -> None:
 
 
 def test_every_format_that_is_written_stands_in_the_table_of_servers() -> None:
-    schemes = [
-        *(LayerScheme("pack-quantized", bits, "int", 32, True) for bits in (4, 8)),
-        *(
-            LayerScheme("float-quantized", 8, "float", None, True, inputs=inputs)
-            for inputs in ("none", "static", "per_token")
-        ),
-        *(LayerScheme("int-quantized", 8, "int", None, True, inputs=inputs) for inputs in ("static", "per_token")),
-        LayerScheme("float-quantized", 8, "float", None, True, inputs="per_token", square=128),
-        *(LayerScheme(each, 4, "float", 16, True) for each in ("nvfp4-pack-quantized", "modelopt")),
+    schemes_ = [
+        *(LayerScheme("pack-quantized", bits, "int", "group", 32) for bits in (4, 8)),
+        *(LayerScheme("float-quantized", 8, "float", "channel", inputs=each) for each in INPUTS),
+        *(LayerScheme("int-quantized", 8, "int", "channel", inputs=each) for each in INPUTS[1:]),
+        LayerScheme("float-quantized", 8, "float", "tensor", inputs="static"),
+        LayerScheme("float-quantized", 8, "float", "block", 128, inputs="per_token"),
+        LayerScheme("nvfp4-pack-quantized", 4, "float", "tensor_group", 16),
+        LayerScheme("mxfp4-pack-quantized", 4, "float", "group", 32, inputs="grouped"),
+        LayerScheme("mxfp8-quantized", 8, "float", "group", 32, inputs="grouped"),
     ]
-    written = {scheme.format_name for scheme in schemes}
+    written = {name for each in schemes_ for name in Schemes("compressed-tensors", {"": each}).names}
+    written |= {f"{name}-modelopt" for name in modelopt.ALGORITHMS}
     assert written == set(servers.SERVERS)
     assert servers.described(frozenset({"int4", "int8"})) == (
         "by their sources: vLLM on GPUs 0.32.0, SGLang 0.5.23; refused by: vLLM on CPUs 0.32.0, TensorRT-LLM of 2026-11"
     )
+    assert "TensorRT-LLM" in servers.described(frozenset({"fp8-per_token"})).partition("refused by")[0]
+    refused = servers.described(frozenset({"fp8-per_token"}), caches=True).partition("refused by")[2]
+    assert "TensorRT-LLM" in refused, "of compressed-tensors it reads no scheme of caches"

@@ -131,6 +131,7 @@ def test_vllms_repository_names_the_checkpoint(built: BuildResult, tmp_path: Pat
     assert arguments["model"] == "engine"
     assert (built.path / arguments["model"] / "config.json").is_file()  # from the folder where the server starts
     assert (arguments["max_model_len"], arguments["max_num_seqs"]) == (96, 4)
+    assert "quantization" not in arguments  # config.json says it, by ModelOpt's names, too
 
     models = tmp_path / "models"
     result = CliRunner().invoke(cli, ["triton", str(built.path), "--output", str(models), "--model-version", "3"])

@@ -13,16 +13,20 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from llmforge.backends.compressed_tensors.builder import LayerScheme
-from llmforge.backends.compressed_tensors.servers import SERVERS, FormatName
+from llmforge.backends.compressed_tensors.schemes import LayerScheme
+from llmforge.backends.compressed_tensors.servers import CACHES, SERVERS, CacheName, FormatName
+from llmforge.backends.compressed_tensors.servers import EXPERTS as SERVED_EXPERTS
 from llmforge.base.errors import RunFailed
 from llmforge.base.progress import Silent
+from llmforge.checkpoint import Checkpoint
 from llmforge.cli import cli
 from llmforge.compile import pipeline
 from llmforge.compile.state import BuildResult
 from llmforge.measure import runtimes
 from llmforge.recipe import Recipe
+from llmforge.trace import trace
 
+from ..backends import exports
 from ..models import smollm2, zoo
 from ..models.runtimes import environment
 from ..servers.triton_server import client, environment_or_skip
@@ -54,15 +58,24 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def passes(name: FormatName, **weights: Any) -> list[dict[str, Any]]:
     """Give the passes whose result has a format of `servers.SERVERS`."""
-    dtype, _, activations = name.partition("-")
-    if name.startswith("nvfp4"):
-        return [{"quantize-fp4": {"budget": {"kld_mean": 1.0}}}]
+    dtype, _, activations = name.removesuffix("-modelopt").partition("-")
+    if dtype.startswith(("nvfp4", "mx")):
+        own = {"quantize-fp4": {}} if dtype == "nvfp4" else {"quantize-mx": {"dtype": dtype.removeprefix("mx")}}
+        return [{step: {"budget": {"kld_mean": 1.0}, **options} for step, options in own.items()}]
     if dtype == "int4" or name == "int8":
-        return [{"quantize-weights": {"bits": int(dtype[3:]), "block_size": 32, **WEIGHTS, **weights}}]
+        size = {"block_size": 64, "symmetric": True} if name.endswith("modelopt") else {"block_size": 32}
+        return [{"quantize-weights": {"bits": int(dtype[3:]), **size, **WEIGHTS, **weights}}]
+    if activations == "tensor":
+        whole = {"granularity": "tensor", "activations": "static"}
+        return [{"quantize-channels": {"dtype": dtype, **whole, **CHANNELS}}]
     if activations == "block":
         squares = {"granularity": "block", "activations": "per_token"}
         return [{"quantize-channels": {"dtype": dtype, **squares, **CHANNELS}}]
     return [{"quantize-channels": {"dtype": dtype, "activations": activations or "none", **CHANNELS}}]
+
+
+def method_of(name: str) -> str:
+    return "modelopt" if name.endswith("modelopt") else "compressed-tensors"
 
 
 def build(
@@ -107,7 +120,7 @@ def require_ran(built: BuildResult) -> None:
 
 @pytest.mark.parametrize("name", [name for name, servers in SERVERS.items() if servers["vLLM on CPUs"].known == "run"])
 def test_it_runs_what_is_said_to_run(name: FormatName, vllm: Path, data: Path, tmp_path: Path) -> None:
-    built = build(tmp_path, data / "docs-llama-7m", data, vllm, passes(name))
+    built = build(tmp_path, data / "docs-llama-7m", data, vllm, passes(name), method_of(name))
     require_ran(built)
     assert "tried: vLLM on CPUs" in built.report.engine.facts["servers"]
 
@@ -134,9 +147,29 @@ def test_it_refuses_what_is_said_to_be_refused(name: FormatName, vllm: Path, dat
     [expected] = SERVERS[name]["vLLM on CPUs"].why.split("`")[1::2]
     if "AMX" in expected and "amx_tile" in Path("/proc/cpuinfo").read_text():
         pytest.skip("this CPU has AMX")
-    method = "modelopt" if name.endswith("modelopt") else "compressed-tensors"
     with pytest.raises(RunFailed) as caught:
-        build(tmp_path, data / "docs-llama-7m", data, vllm, passes(name), method)
+        build(tmp_path, data / "docs-llama-7m", data, vllm, passes(name), method_of(name))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [name for name, servers in CACHES.items() if servers["vLLM on CPUs"].known == "run"])
+def test_it_caches_keys_and_values_in_fp8(name: CacheName, vllm: Path, data: Path, tmp_path: Path) -> None:
+    steps = [{"quantize-kv-fp8": {"budget": {"kld_mean": 1.0}}}, *passes("fp8-per_token")]
+    built = build(tmp_path, data / "docs-llama-7m", data, vllm, steps, method_of(name))
+    require_ran(built)
+    assert "keys and values cached in fp8" in built.report.engine.facts["format"]
+
+
+@pytest.mark.parametrize("name", SERVED_EXPERTS)
+def test_it_refuses_experts_that_are_written(name: FormatName, vllm: Path, tmp_path: Path) -> None:
+    [expected] = SERVED_EXPERTS[name]["vLLM on CPUs"].why.split("`")[1::2]
+    zoo.write("qwen3-moe", tmp_path / "checkpoint", torch.bfloat16, moe_intermediate_size=64)
+    checkpoint = Checkpoint.open(tmp_path / "checkpoint")
+    bits = int(name.removeprefix("int"))
+    exports.write((checkpoint, trace(checkpoint)), tmp_path, exports.blocks(bits=bits, scales="bf16"))
+    [found] = runtimes.find(["vllm"], {"vllm": vllm})
+    with runtimes.opened(tmp_path, zoo.BASE["vocab_size"], found) as other, pytest.raises(RunFailed) as caught:
+        other.loaded_s()
     assert expected in str(caught.value)
 
 
@@ -171,7 +204,8 @@ def write_experts(name: FormatName, folder: Path) -> None:
     zoo.write("qwen3-moe", folder, torch.bfloat16)
     formats = {"int4": "pack-quantized", "int8-per_token": "int-quantized", "fp8-per_token": "float-quantized"}
     bits, kind, size = (4, "int", 32) if name == "int4" else (8, "float" if name.startswith("fp8") else "int", None)
-    scheme = LayerScheme(formats[name], bits, kind, size, True, "none" if name == "int4" else "per_token")
+    strategy, inputs = ("group", "none") if name == "int4" else ("channel", "per_token")
+    scheme = LayerScheme(formats[name], bits, kind, strategy, size, inputs=inputs)  # type: ignore[arg-type]
     config = json.loads((folder / "config.json").read_text())
     ignored = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"]))]
     config["quantization_config"] = {

@@ -16,10 +16,11 @@ BACKEND = BackendRecord(
         serve="vllm serve {engine}",
         emulated_by="transformers",
         served_by="vllm",
-        codes=frozenset({"blocks", "channels", "fp4"}),
+        codes=frozenset({"blocks", "channels", "fp4", "mx"}),
         block=128,
         tables=False,
         bf16_scales=True,
+        fp8_caches=True,
     ),
     providers=(
         Provider(
@@ -33,7 +34,7 @@ BACKEND = BackendRecord(
                 **dict.fromkeys(("fp32", "fp16", "bf16"), Use(ANY)),
                 "int8": Use(("weights",)),
                 "int4": Use(("weights",)),
-                "fp8": Use(("weights",)),
+                "fp8": Use(("weights", "kv")),
                 "fp4": Use(("weights",)),
             },
         ),

@@ -12,10 +12,10 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.backends.compressed_tensors import modelopt
-from llmforge.backends.exported_parameters import Blocks, ChannelMatrix, Fp4Matrix, Quantized
+from llmforge.backends.exported_parameters import Blocks, CacheScales, ChannelMatrix, Fp4Matrix, MxMatrix, Quantized
 from llmforge.base.errors import VerificationError
 from llmforge.checkpoint.safetensors_file import DTYPES
-from llmforge.ir import graph
+from llmforge.ir import graph, mx
 from llmforge.ir.fp4 import BLOCK
 from llmforge.quantization import nvfp4
 from llmforge.quantization.grid import Scale
@@ -23,6 +23,8 @@ from llmforge.quantization.grids import pack_bits, unpack_bits
 from llmforge.quantization.initializers import SCALES
 
 WORD_BITS = 32
+# Layers that servers put on top of each other, and that must have one format.
+TOGETHER = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
 HALVES: Mapping[Scale, str] = {"fp16": "F16", "bf16": "BF16"}  # of scales of packed codes, as safetensors names them
 _CODES = {"int8": "I8", "fp8": "F8_E4M3"}
 NAMES: Mapping[ir.DataType, str] = {ir.DataType[dtype]: name for name, dtype in DTYPES.items()}
@@ -49,6 +51,13 @@ QuantMethod = Literal["compressed-tensors", "modelopt"]  # the second: NVFP4 alo
 def layout(tensor: str, matrix: Quantized, method: QuantMethod) -> list[StoredTensor]:
     """Name what stands in place of a weight."""
     layer = tensor.removesuffix(".weight")
+    if isinstance(matrix, MxMatrix):
+        is_fp4 = matrix.dtype == "fp4"
+        codes = StoredTensor(f"{layer}.weight_packed", "U8", (matrix.n, matrix.k // 2))
+        return [
+            codes if is_fp4 else StoredTensor(tensor, "F8_E4M3", (matrix.n, matrix.k)),
+            StoredTensor(f"{layer}.weight_scale", "U8", (matrix.n, matrix.k // mx.BLOCK)),
+        ]
     if isinstance(matrix, Fp4Matrix) and method == modelopt.NAME:
         return [
             StoredTensor(tensor, "U8", (matrix.n, matrix.k // 2)),
@@ -65,13 +74,24 @@ def layout(tensor: str, matrix: Quantized, method: QuantMethod) -> list[StoredTe
         ]
     if isinstance(matrix, ChannelMatrix):
         square = matrix.square
-        by = (matrix.n, 1) if square is None else (math.ceil(matrix.n / square), matrix.k // square)
+        by_modelopt, one = method == modelopt.NAME, () if method == modelopt.NAME else (1,)
+        by: tuple[int, ...] = (matrix.n,) if by_modelopt else (matrix.n, 1)
+        if square is not None:
+            by = (math.ceil(matrix.n / square), matrix.k // square)
         parts = [
             StoredTensor(tensor, _CODES[matrix.dtype], (matrix.n, matrix.k)),
-            StoredTensor(f"{layer}.weight_scale", "F32", by),
+            StoredTensor(f"{layer}.weight_scale", "F32", one if matrix.whole else by),
         ]
-        return parts if matrix.input_scale is None else [*parts, StoredTensor(f"{layer}.input_scale", "F32", (1,))]
+        return parts if matrix.input_scale is None else [*parts, StoredTensor(f"{layer}.input_scale", "F32", one)]
     assert isinstance(matrix, Blocks)
+    if method == modelopt.NAME:
+        scales = HALVES[matrix.stored_scales]
+        parts = [
+            StoredTensor(tensor, "U8", (matrix.n // 2, matrix.k)),
+            StoredTensor(f"{layer}.weight_scale", scales, (matrix.n, matrix.k // matrix.block_size)),
+        ]
+        alone = layer.rpartition(".")[2] not in frozenset().union(*TOGETHER)
+        return [*parts, StoredTensor(f"{layer}.pre_quant_scale", scales, (matrix.k,))] if alone else parts
     blocks, a_word = matrix.k // matrix.block_size, WORD_BITS // matrix.bits
     parts = [
         StoredTensor(f"{layer}.weight_packed", "I32", (matrix.n, matrix.k // a_word)),
@@ -96,8 +116,12 @@ def write(stream: BinaryIO, places: Mapping[str, int], tensor: str, matrix: Quan
     match matrix:
         case Fp4Matrix():
             same = _write_fp4(file, matrix, method)
+        case MxMatrix():
+            same = _write_mx(file, matrix)
         case ChannelMatrix():
             same = _write_channels(file, matrix)
+        case Blocks() if method == modelopt.NAME:
+            same = _write_int4(file, matrix)
         case Blocks():
             same = _write_blocks(file, matrix)
     if not same:
@@ -149,14 +173,64 @@ def _write_fp4(file: _Parts, matrix: Fp4Matrix, method: QuantMethod) -> bool:
     return same
 
 
+def _write_mx(file: _Parts, matrix: MxMatrix) -> bool:
+    codes, scales = matrix.codes_by_output.view(np.uint8), matrix.scales_by_output
+    is_fp4 = matrix.dtype == "fp4"
+    name = "weight_packed" if is_fp4 else "weight"
+    file.put(name, pack_bits(codes, 4) if is_fp4 else codes)
+    file.put("weight_scale", scales)
+    held = file.get(name, np.uint8)
+    same = np.array_equal(unpack_bits(held, 4, matrix.k) if is_fp4 else held, codes)
+    return same and np.array_equal(file.get("weight_scale", np.uint8), scales)
+
+
+def _write_int4(file: _Parts, matrix: Blocks) -> bool:
+    """Write W4A16_AWQ: two output features of one column in a byte."""
+    read, stored = matrix.read(), SCALES[matrix.stored_scales].numpy()
+    signed = read.codes ^ np.uint8(8)  # around 0, in the lower four bits
+    file.put("weight", signed[0::2] | signed[1::2] << 4)
+    file.put("weight_scale", read.scales.astype(stored))
+    if f"{file.layer}.pre_quant_scale" in file.parts:
+        file.put("pre_quant_scale", np.ones(matrix.k, stored))
+    held = file.get("weight", np.uint8)
+    codes = np.stack([held & 15, held >> 4], 1).reshape(matrix.n, matrix.k) ^ np.uint8(8)
+    return np.array_equal(codes, read.codes) and np.array_equal(
+        file.get("weight_scale", stored).astype(np.float32), read.scales
+    )
+
+
+def write_caches(
+    stream: BinaryIO, places: Mapping[str, int], module: str, scales: CacheScales, method: QuantMethod
+) -> None:
+    """Write by what keys and values that `module` makes are divided, and read it back.
+
+    Raises:
+        VerificationError: it differs.
+    """
+    for part, scale in zip(cache_layout(module, method), (scales.key, scales.value), strict=True):
+        stream.seek(places[part.name])
+        stream.write(scale.tobytes())
+        stream.seek(places[part.name])
+        if stream.read(part.size_bytes) != scale.tobytes():
+            raise VerificationError(f"{part.name} was not written as it was calibrated")
+
+
+def cache_layout(module: str, method: QuantMethod) -> list[StoredTensor]:
+    """Name what says how keys and values of a module are cached: fp32 scales."""
+    if method == modelopt.NAME:
+        return [StoredTensor(f"{module}.{part}_proj.{part}_scale", "F32", ()) for part in "kv"]
+    return [StoredTensor(f"{module}.{part}_scale", "F32", (1,)) for part in "kv"]
+
+
 def _write_channels(file: _Parts, matrix: ChannelMatrix) -> bool:
     codes, scales = matrix.by_output, matrix.scales_by_output
     file.put("weight", codes)
+    scales = scales.reshape(file.parts[f"{file.layer}.weight_scale"].shape)
     file.put("weight_scale", scales)
     same = np.array_equal(file.get("weight", np.uint8), codes.view(np.uint8))
     same &= np.array_equal(file.get("weight_scale", "<f4"), scales)
     if matrix.input_scale is not None:
-        scale = graph.tensor(matrix.input_scale).numpy().reshape(1)
+        scale = graph.tensor(matrix.input_scale).numpy().reshape(file.parts[f"{file.layer}.input_scale"].shape)
         file.put("input_scale", scale)
         same &= np.array_equal(file.get("input_scale", "<f4"), scale)
     return same

@@ -15,6 +15,7 @@ from llmforge.checkpoint.quantized.fp8_blocks import Fp8
 from llmforge.checkpoint.quantized.gguf import Gguf
 from llmforge.checkpoint.quantized.gptq import GptqLayout
 from llmforge.checkpoint.quantized.layout import Grouped, QuantizedLayout, QuantizedTensor, same_content, settings_of
+from llmforge.checkpoint.quantized.modelopt import ModelOpt
 from llmforge.checkpoint.quantized.mxfp4 import Mxfp4
 from llmforge.quantization.stored import UnrepresentableCodes
 
@@ -22,6 +23,7 @@ LAYOUTS: tuple[QuantizedLayout, ...] = (
     GptqLayout(),
     Awq(),
     CompressedTensors(),
+    ModelOpt(),
     Fp8(),
     Mxfp4(),
     Bitsandbytes(),

@@ -1,4 +1,4 @@
-"""compressed-tensors, as llm-compressor writes it, compressed: each linear layer in one of four formats.
+"""compressed-tensors, as llm-compressor writes it, compressed: each linear layer in one of six formats.
 
     pack-quantized          weight_packed int32 [N, ceil(K·bits/32)], codes + 2**(bits-1) packed along the input
                             features; weight_scale [N, groups]; weight_zero_point int32 [ceil(N·bits/32), groups],
@@ -7,6 +7,8 @@
     float-quantized         weight fp8 (E4M3) [N, K]; weight_scale likewise, or [ceil(N/h), ceil(K/w)] of blocks [h, w]
     nvfp4-pack-quantized    weight_packed uint8 [N, K/2], two codes of fp4 (E2M1) a byte; weight_scale fp8 [N, K/16];
                             weight_global_scale fp32 [1], by which scales are divided
+    mxfp4-pack-quantized    weight_packed uint8 [N, K/2] likewise; weight_scale uint8 [N, K/32], exponents from -127 on
+    mxfp8-quantized         weight fp8 (E4M3) [N, K]; weight_scale uint8 [N, K/32] likewise
 
 (compressed-tensors 0.20.0: compressors/*/base.py; quantization/lifecycle/forward.py, `dequantize`.)
 
@@ -39,19 +41,27 @@ from llmforge.checkpoint.quantized.integers import (
     require_shape,
 )
 from llmforge.checkpoint.quantized.layout import CHUNK_BYTES, Grouped, QuantizedLayout, QuantizedTensor, settings_of
-from llmforge.checkpoint.quantized.mxfp4 import E2M1
+from llmforge.checkpoint.quantized.mxfp4 import E2M1, MXFP4_BLOCK, e8m0, scaled_blocks, unpack_e2m1
 from llmforge.checkpoint.safetensors_file import DAMAGED, TensorEntry, damaged, external
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.stored import StoredChannels, StoredFp4
 
-FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
+FORMATS = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+)
 MIXED = "mixed-precision"
 NVFP4_GROUP = 16
 _INPUT_GLOBAL_SCALE = "input_global_scale"
 _OF_INPUTS = (INPUT_SCALE, _INPUT_GLOBAL_SCALE)
 _START = "start from the unquantized checkpoint"
 # Of activations and caches, which are computed here in the formats of the recipe.
-_NOT_TAKEN = (
+NOT_TAKEN = (
     "input_scale",
     "input_zero_point",
     "input_global_scale",
@@ -195,9 +205,12 @@ class Fp4Tensor(QuantizedTensor):
             for at in range(0, n, some):
                 stored = packed[at : at + some]
                 codes = np.stack([stored & 0xF, stored >> 4], -1).reshape(len(stored), -1, NVFP4_GROUP)
-                each = scales[at : at + some].astype(np.float32) / whole
+                each = self._steps(scales[at : at + some].astype(np.float32), whole)
                 made[at : at + some] = (E2M1[codes] * each[..., None]).reshape(len(stored), k)
         return self.finite(made, "weight_scale", f"makes weights of {self.name!r} that are not finite")
+
+    def _steps(self, scales: NDArray[np.float32], whole: np.float32) -> NDArray[np.float32]:
+        return scales / whole
 
     def fp4(self) -> StoredFp4:
         """Return the codes; a scale of tensors is the reciprocal of the global scale, rounded to fp32."""
@@ -221,6 +234,28 @@ class Fp4Tensor(QuantizedTensor):
         if whole == 0:
             raise self.damaged("weight_global_scale", "is 0, by which scales are divided")
         return np.float32(whole)
+
+
+@dataclass(frozen=True, eq=False)
+class MxTensor(QuantizedTensor):
+    """A weight [N, K] of mxfp4-pack-quantized or mxfp8-quantized, which becomes bf16: code · 2**(exponent - 127)."""
+
+    @property
+    def format(self) -> str:
+        """The numbers."""
+        return f"{'mxfp4' if 'weight_packed' in self.parts else 'mxfp8'} in groups of {MXFP4_BLOCK}"
+
+    def dequantize(self) -> NDArray[Any]:
+        """Return the weights."""
+        packed, scales = "weight_packed" in self.parts, self.read("weight_scale")
+        codes = self.read("weight_packed" if packed else "weight")
+        made = np.empty(self.shape, self.dtype.numpy())
+        some = max(1, CHUNK_BYTES // (4 * self.shape[1]))
+        for at in range(0, len(codes), some):
+            part = codes[at : at + some]
+            values = unpack_e2m1(part) if packed else part.astype(np.float32)
+            made[at : at + some] = scaled_blocks(values, e8m0(scales[at : at + some]), MXFP4_BLOCK)
+        return self.finite(made, "weight_scale", f"makes weights of {self.name!r} that are not finite")
 
 
 class CompressedTensors(QuantizedLayout):
@@ -252,7 +287,7 @@ class CompressedTensors(QuantizedLayout):
         for name, entry in left.items():
             if name.rpartition(".")[2] in ("weight_packed", "compressed", "bitmask"):
                 raise damaged(entry, "has no weight_scale beside it, and is not taken")
-        plain = {name: entry for name, entry in left.items() if name.rpartition(".")[2] not in _NOT_TAKEN}
+        plain = {name: entry for name, entry in left.items() if name.rpartition(".")[2] not in NOT_TAKEN}
         own = {entry.name for tensor in found for role, entry in tensor.parts.items() if role in _OF_INPUTS}
         return Grouped(found, plain, list(_notes(config, own | (left.keys() - plain.keys()))))
 
@@ -330,6 +365,8 @@ def _tensor(schemes: list[GroupScheme], stored: Mapping[str, TensorEntry], modul
 
 
 def _of_weight(schemes: list[GroupScheme], stored: Mapping[str, TensorEntry], module: str) -> QuantizedTensor:
+    if stored[f"{module}.weight_scale"].dtype.name == "UINT8":
+        return mx_tensor(stored, module)
     if f"{module}.weight_packed" in stored:
         packed = part(stored, f"{module}.weight_packed", ["INT32", "UINT8"])
         made = _packed if packed.dtype.name == "INT32" else _fp4
@@ -419,6 +456,24 @@ def _fp4(
         raise _unmatched(packed, [n, k])
     parts = {"weight_packed": packed, "weight_scale": scale, "weight_global_scale": whole}
     return Fp4Tensor(f"{module}.weight", (n, k), ir.DataType.BFLOAT16, parts)
+
+
+def mx_tensor(stored: Mapping[str, TensorEntry], module: str) -> MxTensor:
+    """Put a weight in a microscaling format together.
+
+    Raises:
+        CheckpointError: a part is missing, or its shape or dtype does not fit.
+    """
+    import onnx_ir as ir
+
+    role = "weight_packed" if f"{module}.weight_packed" in stored else "weight"
+    codes = part(stored, f"{module}.{role}", ["UINT8"] if role == "weight_packed" else ["FLOAT8E4M3FN"])
+    n, k = codes.shape[0], codes.shape[1] * (2 if role == "weight_packed" else 1)
+    scale = part(stored, f"{module}.weight_scale", ["UINT8"])
+    require_shape(scale, (n, k // MXFP4_BLOCK), f"[{n}, {k}] in groups of {MXFP4_BLOCK}")
+    if k % MXFP4_BLOCK:
+        raise damaged(codes, f"has {k} input features, which {MXFP4_BLOCK} does not divide")
+    return MxTensor(f"{module}.weight", (n, k), ir.DataType.BFLOAT16, {role: codes, "weight_scale": scale})
 
 
 def _scale(stored: Mapping[str, TensorEntry], module: str) -> TensorEntry:

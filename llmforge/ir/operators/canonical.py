@@ -374,6 +374,22 @@ class Fp4Linear(Operator, domain=CANONICAL):
         self.require(k is not None and rows is not None and k == 16 * rows, f"{k} rows are not {rows} blocks of 16")
 
 
+class MxLinear(Operator, domain=CANONICAL):
+    """A product in MXFP4 or MXFP8: x [B, S, K], rounded as codes [K, N] are; scales e8m0 [K / 32, N], powers of two."""
+
+    x = Input(FLOATS, 3)
+    codes = Input({ir.DataType.FLOAT4E2M1, FLOAT8}, 2)
+    scales = Input({ir.DataType.FLOAT8E8M0}, 2)
+    linear = True
+    precision = Precision.HALF
+    indivisible = "layers in microscaling formats are not divided; split the graph before quantize-mx"
+
+    def check(self) -> None:
+        """Check that blocks divide the matrix."""
+        k, rows = _dim(self.codes, 0), _dim(self.scales, 0)
+        self.require(k is not None and rows is not None and k == 32 * rows, f"{k} rows are not {rows} blocks of 32")
+
+
 class CacheLengths(Operator, domain=CANONICAL):
     """The lengths that GroupQueryAttention takes, of a mask; written by genai-interface."""
 

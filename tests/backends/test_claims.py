@@ -1,0 +1,57 @@
+"""What README, docs and recipes say of servers of others: no more than the table has (`servers`)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from llmforge.backends.compressed_tensors import servers
+from llmforge.backends.compressed_tensors.servers import CACHES, EXPERTS, SERVERS, Row, ServerName
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "recipes").glob("*.yaml"))]
+NAMES: dict[str, ServerName] = {"vLLM": "vLLM on GPUs", "SGLang": "SGLang", "TensorRT-LLM": "TensorRT-LLM"}
+FORMATS = {"int4": "int4", "int8": "int8", "fp8": "fp8", "nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp8": "mxfp8"}
+LOADS = re.compile(r"\b(loads?|reads?|serves?|takes?|quantize for)\b")
+NOT = re.compile(r"\b(not|no|none|refused?|refuses|alone|only|fail|never|cannot|expected|ends?)\b", re.IGNORECASE)
+
+
+def claims() -> list[tuple[str, str, ServerName, str]]:
+    """Find sentences that say of a server that it loads a format: page, sentence, server and codes."""
+    found = []
+    for page in PAGES:
+        text = re.sub(r"^#\s", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        for sentence in re.split(r"(?<=[.;:])\s|\n\n|\n[-|]", text.replace("`", "")):
+            if LOADS.search(sentence) and not NOT.search(sentence):
+                codes = [each for each in FORMATS if re.search(rf"\b{each}\b", sentence, re.IGNORECASE)]
+                for name in (each for each in NAMES if each in sentence):
+                    found += [(page.name, sentence, NAMES[name], FORMATS[each]) for each in codes]
+    return found
+
+
+@pytest.mark.parametrize(("page", "sentence", "server", "codes"), claims())
+def test_a_server_is_said_to_load_what_the_table_says(page: str, sentence: str, server: ServerName, codes: str) -> None:
+    rows = {name: row for name, row in SERVERS.items() if name.partition("-")[0] == codes}
+    assert any(row[server].known != "refused" for row in rows.values()), f"{page}: {sentence}"
+
+
+def test_there_are_claims_to_hold() -> None:
+    assert {server for *_, server, _ in claims()} == set(NAMES.values())
+
+
+@pytest.mark.parametrize("row", [*SERVERS.values(), *EXPERTS.values(), *CACHES.values()])
+def test_refusals_have_a_reason_and_no_server_was_run_but_on_cpus(row: Row) -> None:
+    assert list(row) == list(servers.VERSIONS)
+    for server, loads in row.items():
+        assert (loads.known == "refused") == bool(loads.why)
+        assert loads.known != "run" or server == "vLLM on CPUs"
+        assert server != "vLLM on CPUs" or loads.known != "read"
+
+
+def test_experts_and_caches_are_of_formats_that_are_written() -> None:
+    assert set(EXPERTS) <= set(SERVERS)
+    refused = servers.described(frozenset({"int4"}), experts=frozenset({"int4"})).partition("refused by: ")[2]
+    assert "vLLM on CPUs" in refused
+    assert "vLLM on CPUs" in servers.described(frozenset({"int4"})).partition(";")[0]
