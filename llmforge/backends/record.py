@@ -165,6 +165,7 @@ class ExportFormat:
     block: int  # weights that share a scale, best
     tables: bool  # it holds codes of embedding and head, too
     bf16_scales: bool = False  # of blocks, where the model is bf16; else they are fp16
+    superblocks: bool = False  # it holds scales that are codes under a superscale, as `codes: gguf` has them
 
     @property
     def runtimes(self) -> tuple[Literal["transformers", "vllm", "llama-cpp"], ...]:

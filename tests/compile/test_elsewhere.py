@@ -26,6 +26,7 @@ from llmforge.gates.decision import Verdict
 from llmforge.ir import dialect
 from llmforge.passes import QuantizeChannels, QuantizeFp4, QuantizeWeights
 from llmforge.planning import starting
+from llmforge.quantization.grid import gguf_type
 from llmforge.quantization.statistics import InputRange, Statistics
 from llmforge.recipe import EngineSpec, Recipe
 from llmforge.rewrite.pass_base import Budget, Context
@@ -205,6 +206,7 @@ def test_the_shipped_recipe_is_taken(name: str, sample_checkpoint: Path, sample_
         ("compressed-tensors", "h200", "latency", 4),
         ("compressed-tensors", "cpu-avx2", "quality", 8),
         ("gguf", "h200", "quality", 8),
+        ("gguf", "cpu-avx2", "quality", 8),
         ("gguf", "cpu-avx2", "size", 4),
     ],
 )
@@ -225,8 +227,11 @@ def test_a_recipe_that_init_writes_is_taken(
     recipe = Recipe.load(tmp_path / "recipe.yaml")
     [step] = recipe.instantiate(passes.ALL)
     assert isinstance(step, QuantizeWeights)
-    scales = {"compressed-tensors": "bf16", "gguf": "fp16"}[backend]  # the sample is in bf16
-    assert (step.bits, step.symmetric, step.scales) == (bits, True, scales)
+    if backend == "gguf" and target == "cpu-avx2":
+        assert step.grid == gguf_type(bits)
+    else:
+        scales = {"compressed-tensors": "bf16", "gguf": "fp16"}[backend]  # the sample is in bf16
+        assert (step.bits, step.symmetric, step.scales) == (bits, True, scales)
     assert not recipe.engine.deferred
     checkpoint = Checkpoint.open(sample_checkpoint)
     linears = calibration.plan(checkpoint, step.demands(), dialect.caches(sample_graph)) if step.demands() else {}
