@@ -19,8 +19,8 @@ CALIBRATED_SHARE = 0.45
 _BLOCK = 32
 # What `importance` leaves of it: 6 bits of SmolLM2-135M .41 on documentation and .46 on answers of chats.
 IMPORTANCE_SHARE = 0.6
-# Bits, method, and bits of embedding and head that the CPU kernels have with int8 scales, and GGUF files by their types,
-# the smallest first. Rounding to nearest is for what cannot be run layer by layer.
+# Bits, method, and bits of embedding and head that the CPU kernels have with int8 scales, and GGUF files by their
+# types, the smallest first. Rounding to nearest is for what cannot be run layer by layer.
 _NATIVE = (
     *((4, "gptq", 6), (5, "gptq", 6), (5, "importance", 6), (5, "rtn", 6)),
     *((6, "importance", 6), (6, "rtn", 6), (8, "rtn", 8)),

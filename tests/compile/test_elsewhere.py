@@ -197,7 +197,10 @@ def test_the_shipped_recipe_is_taken(name: str, sample_checkpoint: Path, sample_
     recipe = Recipe.load(RECIPES / f"{name}.yaml")
     assert recipe.engine.backend == name
     steps, checkpoint = recipe.instantiate(passes.ALL), Checkpoint.open(sample_checkpoint)
-    dry_run.run(sample_graph, steps, target=targets.local(), spec=recipe.engine, checkpoint=checkpoint)
+    demands = [demand for step in steps for demand in step.demands()]
+    linears = calibration.plan(checkpoint, demands, dialect.caches(sample_graph)) if demands else {}
+    known = {"target": targets.local(), "spec": recipe.engine, "checkpoint": checkpoint}
+    dry_run.run(sample_graph, steps, **known, calibrated=linears)
 
 
 @pytest.mark.parametrize(
