@@ -42,6 +42,11 @@ LIMITS = {
     "llmforge.metrics.attribution": {"MOST_STEPS": "257 steps", "MOST_LAYERS": "65,536 parts"},
     "llmforge.metrics.adapters": {"MOST_ADAPTERS": "4096 adapters"},
     "llmforge.metrics.quality": {"MOST_DOCUMENTS": "10,000 documents"},
+    "llmforge.metrics.behaviour.document": {
+        "MOST_BYTES": "64 MiB", "MOST_CHATS": "2,000 chats", "MOST_TOKENS": "4096 tokens",
+    },
+    "llmforge.metrics.behaviour.instructions": {"MOST_PHRASES": "32 phrases"},
+    "llmforge.metrics.behaviour.json_schema": {"MOST_DEPTH": "32 levels"},
     "llmforge.metrics.latency": {
         "MOST_LENGTHS": "64 prompt lengths", "MOST_OF_SURFACE": "16 values of each axis", "MOST_STARTS": "100 starts",
         "MOST_WORKLOADS": "16 workloads",

@@ -24,7 +24,7 @@ from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import export_proxy, reference
 from llmforge.gates import decision, records, verdict
 from llmforge.ir import onnx_file
-from llmforge.measure import footprint, machine, runtimes, streamed_baseline, tasks
+from llmforge.measure import behaviour, footprint, machine, runtimes, streamed_baseline, tasks
 from llmforge.measure.answers import Generate
 from llmforge.measure.baseline import Baseline, baseline_on, open_baseline, why_not_whole
 from llmforge.measure.footprint import BytesRead
@@ -39,10 +39,11 @@ from llmforge.measure.tasks import TaskEngine
 from llmforge.metrics import quality_metrics
 from llmforge.metrics.adapters import AdapterQuality
 from llmforge.metrics.agreement import RuntimeName, RuntimeRun
+from llmforge.metrics.behaviour.results import BehaviourResult
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
 from llmforge.metrics.tasks import TaskResult
-from llmforge.recipe import GateSpec, LatencySpec, QualitySpec, Recipe, ValidationSpec
+from llmforge.recipe import BehaviourSpec, GateSpec, LatencySpec, QualitySpec, Recipe, ValidationSpec
 from llmforge.serving import Runner
 from llmforge.serving import load as load_runner
 from llmforge.targets import Target
@@ -63,6 +64,7 @@ class Evidence:
     runtimes: tuple[RuntimeRun, ...] = ()  # others that ran it
     tasks: tuple[TaskResult, ...] = ()
     adapters: tuple[AdapterQuality, ...] = ()  # those that requests choose
+    behaviour: BehaviourResult | None = None
 
     def engine_record(self, backend: str, folder: Path, engine: BuiltEngine | None) -> records.EngineRecord:
         """Write down what is in the engine's `folder`; `engine` None: what it is built of, later."""
@@ -88,7 +90,14 @@ class Evidence:
     ) -> tuple[decision.GateResult, ...]:
         """Decide the gates; what could not be measured leaves them undecided."""
         measured = records.measured(
-            self.quality, self.latency, engine, checkpoint, self.runtimes, self.tasks, self.adapters
+            self.quality,
+            self.latency,
+            engine,
+            checkpoint,
+            self.runtimes,
+            self.tasks,
+            self.adapters,
+            self.behaviour,
         )
         return verdict.judge(specs, measured, engine.unmeasured)
 
@@ -282,7 +291,8 @@ class _Measuring:
             self.notes.extend(f"{run.title} failed: {run.failure}" for run in ran if run.failure is not None)
         results = () if spec.tasks is None else self._tasks(spec.tasks)
         chosen = self._adapters() if spec.quality is not None and spec.quality.adapter_tokens else ()
-        return Evidence(moved, timed, described, None, tuple(self.notes), ran, results, chosen)
+        chats = None if spec.behaviour is None else self._behaviour(spec.behaviour)
+        return Evidence(moved, timed, described, None, tuple(self.notes), ran, results, chosen, chats)
 
     @property
     def _recipe_quality(self) -> RecipeQuality:
@@ -359,6 +369,14 @@ class _Measuring:
         results, skipped = tasks.run(request, engine, asked.checkpoint, self.progress, cache=asked.answers)
         self.notes.extend(skipped)
         return results
+
+    def _behaviour(self, spec: BehaviourSpec) -> BehaviourResult | None:
+        asked = self.asked
+        documents = spec.documents()
+        engine = TaskEngine(self.runner, engine_description(self.runner, asked.threads), asked.threads)
+        result, notes = behaviour.run(documents, engine, asked.checkpoint, self.progress, cache=asked.answers)
+        self.notes.extend(notes)
+        return result
 
     def _adapters(self) -> tuple[AdapterQuality, ...]:
         """Compare the artifact with each adapter chosen with the checkpoint that has it merged, one at a time."""

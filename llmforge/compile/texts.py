@@ -61,13 +61,17 @@ def check_template(recipe: Recipe, template: object) -> None:
     """Refuse chats where there is no chat `template`, neither the checkpoint's nor the recipe's.
 
     Raises:
-        DataError: the message names the first.
+        DataError: the message names the first; or the documents of `validation.behaviour` cannot be read.
     """
     sections = recipe.calibration, recipe.validation.quality
     paths = dict.fromkeys(path for section in sections if section is not None for path in section.data)
     chats = (each for path in paths for each in documents.read_documents(path) if each.is_chat)
     if template is None and (first := next(chats, None)) is not None:
         raise DataError(f"{first.where}: a chat, and the checkpoint has no chat template", hint=text.NO_TEMPLATE)
+    if (behaviour := recipe.validation.behaviour) is not None:
+        behaviour.documents()
+        if template is None:
+            raise DataError(f"{behaviour.file}: chats, and the checkpoint has no chat template", hint=text.NO_TEMPLATE)
 
 
 def encoder_of(checkpoint: Checkpoint) -> TextEncoder:

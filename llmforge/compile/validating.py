@@ -109,6 +109,7 @@ def validate(
         "runtimes": found.runtimes,
         "tasks": kept_tasks,
         "adapters": found.adapters,
+        "behaviour": found.behaviour,
         "engine": engine,
         "build": clock.record(records.ReusedRecord()),
         "machine": here,

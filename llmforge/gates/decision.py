@@ -15,7 +15,6 @@ from statistics import NormalDist
 from typing import Any, Literal, get_args
 
 from llmforge.metrics import catalog
-from llmforge.metrics.artifact_metrics import TaskMetric
 from llmforge.metrics.intervals import CONFIDENCE, SMALLEST_SAMPLE, TAIL, Estimate
 from llmforge.metrics.metric import Measured
 from llmforge.metrics.record import ReportRecord
@@ -126,7 +125,7 @@ def judge(
                 spread = (spreads or {}).get(metric)
                 trials.append(_LimitTest(metric, bound, limit, found, unmeasured, room, looked, spread=spread))
                 continue
-            for other in (original if isinstance(known, TaskMetric) else None, earlier):
+            for other in (original if known.beside_checkpoint else None, earlier):
                 if other is not None:
                     found = other.differences.get(metric)
                     was = other.values.get(metric, lowest if bound == "rise_max" else math.inf)
@@ -138,11 +137,11 @@ def judge(
 
 
 def checkpoint(measured: Measured) -> Earlier:
-    """Give the checkpoint that the tasks of an artifact were run on, too, as what it is held against."""
-    sides = {name: score.figures.baseline for name, score in measured.scores.items()}
-    values = {name: side.value for name, side in sides.items() if side is not None}
-    alone = {name: "it was not run" for name, score in measured.scores.items() if score.figures.difference is None}
-    return Earlier(CHECKPOINT, {**alone, **catalog.task_differences(measured)}, values)
+    """Give the checkpoint that tasks and chats of an artifact were answered by, too, as what it is held against."""
+    asked = catalog.beside_checkpoint(measured)
+    values = {name: figures.baseline.value for name, figures in asked.items() if figures.baseline is not None}
+    alone = {name: "it was not run" for name, figures in asked.items() if figures.difference is None}
+    return Earlier(CHECKPOINT, {**alone, **catalog.checkpoint_differences(measured)}, values)
 
 
 def overall(results: Sequence[GateResult]) -> Verdict:

@@ -29,6 +29,7 @@ from llmforge.measure.machine import Machine
 from llmforge.metrics.adapters import MOST_ADAPTERS, AdapterQuality
 from llmforge.metrics.agreement import RUNTIMES, RuntimeRun
 from llmforge.metrics.attribution import Attribution
+from llmforge.metrics.behaviour.results import BehaviourResult
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.metric import Measured, Sizes
 from llmforge.metrics.quality import Quality
@@ -239,6 +240,9 @@ class BuildRecord(ReportRecord):
     reused: ReusedRecord = ReusedRecord()
 
 
+_WHERE_MEASURED = ("plugins", "adapters", "behaviour")
+
+
 class Report(ReportRecord):
     """The evidence of one build."""
 
@@ -259,6 +263,7 @@ class Report(ReportRecord):
     runtimes: tuple[RuntimeRun, ...] = Field(default=(), max_length=len(RUNTIMES))  # others that ran the artifact
     tasks: tuple[TaskResult, ...] = Field(default=(), max_length=MOST_TASKS)
     adapters: tuple[AdapterQuality, ...] = Field(default=(), max_length=MOST_ADAPTERS)  # that requests choose
+    behaviour: BehaviourResult | None = None
     checkpoint: CheckpointRecord
     target: TargetRecord
     engine: EngineRecord
@@ -274,9 +279,9 @@ class Report(ReportRecord):
 
     @model_serializer(mode="wrap")
     def _took_part(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out plug-ins and adapters where there are none."""
+        """Leave out plug-ins, adapters and behaviour where there are none."""
         fields: dict[str, Any] = write(self)
-        return {name: value for name, value in fields.items() if name not in ("plugins", "adapters") or value}
+        return {name: value for name, value in fields.items() if name not in _WHERE_MEASURED or value}
 
     @property
     def excesses(self) -> tuple[str, ...]:
@@ -292,7 +297,14 @@ class Report(ReportRecord):
     def measured(self) -> Measured:
         """All that a gate can decide on."""
         return measured(
-            self.quality, self.latency, self.engine, self.checkpoint, self.runtimes, self.tasks, self.adapters
+            self.quality,
+            self.latency,
+            self.engine,
+            self.checkpoint,
+            self.runtimes,
+            self.tasks,
+            self.adapters,
+            self.behaviour,
         )
 
 
@@ -324,10 +336,11 @@ def measured(
     runtimes: tuple[RuntimeRun, ...] = (),
     tasks: tuple[TaskResult, ...] = (),
     adapters: tuple[AdapterQuality, ...] = (),
+    behaviour: BehaviourResult | None = None,
 ) -> Measured:
     """Put together all that a gate can decide on; an engine that is not built yet has no size."""
     sizes = None if engine.pending else Sizes(engine.size_bytes, checkpoint.size_bytes, checkpoint.parameters)
-    return Measured(quality, latency, sizes, runtimes, tasks, adapters)
+    return Measured(quality, latency, sizes, runtimes, tasks, adapters, behaviour)
 
 
 def read(opened: Artifact, record: Head | None = None) -> Report:

@@ -21,7 +21,8 @@ from llmforge.gates import verdict as verdicts
 from llmforge.gates.decision import ALPHA, RELATIVE, Earlier, Figure, GateResult, Verdict
 from llmforge.gates.records import Report
 from llmforge.metrics import catalog, document_figures, tasks
-from llmforge.metrics.artifact_metrics import RuntimeMetric, SizeMetric, TaskMetric
+from llmforge.metrics.artifact_metrics import BehaviourMetric, RuntimeMetric, SizeMetric, TaskMetric
+from llmforge.metrics.behaviour import results as behaviour
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency_metrics import SlowestMetric
 from llmforge.metrics.metric import Measured
@@ -110,7 +111,7 @@ class MeasuredArtifact(Reported):
         """
         for head in reversed(opened.evidence):
             report = records.read(opened, head)
-            if report.quality is not None or report.latency is not None or report.tasks or report.adapters:
+            if report.quality or report.latency or report.tasks or report.adapters or report.behaviour:
                 return cls(opened, report, head)
         head = opened.evidence[-1]
         return cls(opened, records.read(opened, head), head)
@@ -163,12 +164,12 @@ def check(specs: Mapping[str, GateSpec], source: str, *, hint: str) -> None:
 
 
 def is_relative(specs: Mapping[str, GateSpec]) -> bool:
-    """Say if a limit needs an earlier artifact; those of tasks have the checkpoint."""
+    """Say if a limit needs an earlier artifact; those of tasks and behaviour have the checkpoint."""
     return any(
         bound in gate.limits
         for metric, gate in specs.items()
         for bound in RELATIVE
-        if not isinstance(catalog.find(metric), TaskMetric)
+        if not catalog.named(metric).beside_checkpoint
     )
 
 
@@ -260,6 +261,8 @@ def compare(
             found[name] = f"{name} was not measured of it"
         elif isinstance(metric, TaskMetric):
             found[name] = tasks.between(release.report.tasks, against.report.tasks, name)
+        elif isinstance(metric, BehaviourMetric):
+            found[name] = behaviour.between(release.report.behaviour, against.report.behaviour, name)
         elif isinstance(metric, SizeMetric):
             found[name] = Estimate.exact(here[name].value - there[name].value)
         elif isinstance(metric, RuntimeMetric):

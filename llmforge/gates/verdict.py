@@ -45,8 +45,8 @@ def recompute(artifact: Artifact, source: str | None = None) -> tuple[GateResult
 
     Quality is made of the sums over each document, of the values of each token and of how long answers are the same,
     latency of the time of each token, agreement of other runtimes of each place of an answer, scores of tasks of their
-    items, what a pass cost of its sums over documents, what a step reads of its groups of tensors, size of the
-    manifest.
+    items, behaviour of the values of each document, what a pass cost of its sums over documents, what a step reads of
+    its groups of tensors, size of the manifest.
     `Artifact.verify` looks at the files. Return the gates by the record whose verdict is the artifact's. Messages call
     it `source`, else by its path.
 
@@ -143,6 +143,9 @@ def _figures(report: Report) -> Iterator[str]:
         for name, again in task.again().items():
             if not _close(task.scores[name].figures, again):
                 yield f"{name} of task {task.name[:40]}"
+    if (chats := report.behaviour) is not None:
+        again_ = chats.again()
+        yield from (f"behaviour: {name[:64]}" for name, was in chats.outcomes.items() if not _close(was, again_[name]))
     if (attributed := report.attribution) is not None:
         yield from (what for what, said, made in attribution.recomputed(attributed) if not _close(said, made))
         yield from attribution.miscounted(attributed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from llmforge.measure.baseline import Baseline
 from llmforge.serving import Runner, Sampling
 
 BATCH_BYTES = 256 << 20  # of the logits of one batch
+BATCH = 32  # prompts that the checkpoint answers at once
 
 Pair = tuple[list[int], list[int]]  # context, not empty, and what follows it
 Likelihood = tuple[float, bool]  # nats of what follows; whether each token of it is the likeliest
@@ -99,6 +100,21 @@ class EngineSide:
         given = (chunk.token_id for chunk in self._runner.generate(ids, sampling) if chunk.token_id is not None)
         return cut(given, until, self._runner.config.eos_token_ids, self._decode)
 
+    def answers(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+        """Answer prompts greedily, at most so many tokens each, those that end them left out; many at a time."""
+        found: dict[int, list[int]] = {}
+        order = sorted(range(len(prompts)), key=lambda i: (counts[i], len(prompts[i])))
+        for part in blocks(len(order), self._runner.config.max_batch):
+            rows = order[part]
+            said: list[list[int]] = [[] for _ in rows]
+            samplings = [Sampling(max_tokens=counts[i]) for i in rows]
+            for step in self._runner.generate_batch([prompts[i] for i in rows], samplings):
+                for row, token in zip(said, step.token_ids, strict=True):
+                    if token is not None:
+                        row.append(token)
+            found |= {i: ended(row, self._runner.config.eos_token_ids) for i, row in zip(rows, said, strict=True)}
+        return [found[i] for i in range(len(prompts))]
+
     def _fits(self, batch: Sequence[int], pairs: Sequence[Pair]) -> bool:
         """Say if the logits of a batch are few enough; every row has those of all, from the first that one needs."""
         last = max(len(_read(pairs[i])) for i in batch)
@@ -144,10 +160,25 @@ class CheckpointSide:
                 found.update(zip(places[part], map(likelihood, logits, texts), strict=True))
         return [found[place] for place in range(len(pairs))]
 
+    def answers(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+        """Answer prompts greedily, at most so many tokens each, those that end them left out; many at a time."""
+        found: dict[int, list[int]] = {}
+        order = sorted(range(len(prompts)), key=lambda i: (counts[i], len(prompts[i])))
+        for part in blocks(len(order), BATCH):
+            rows = order[part]
+            said = self._baseline.answers([prompts[i] for i in rows], max(counts[i] for i in rows), self._ends)
+            found |= {i: ended(row[: counts[i]], self._ends) for i, row in zip(rows, said, strict=True)}
+        return [found[i] for i in range(len(prompts))]
+
     def answer(self, ids: Sequence[int], tokens: int, until: Sequence[str]) -> str:
         """Go on greedily."""
         steps = self._baseline.generate(np.asarray([ids], np.int64), tokens)
         return cut((step[0] for step in steps), until, self._ends, self._decode)
+
+
+def ended(ids: Sequence[int], ends: Collection[int]) -> list[int]:
+    """Take what stands before the first of `ends`."""
+    return list(itertools.takewhile(lambda token: token not in ends, ids))
 
 
 def likelihood(logits: NDArray[np.float32], tokens: Sequence[int]) -> Likelihood:

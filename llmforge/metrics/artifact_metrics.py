@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmforge.metrics.agreement import DISTRIBUTIONS, RUNTIMES, RuntimeName
+from llmforge.metrics.behaviour import outcomes
+from llmforge.metrics.behaviour.document import FEWEST_OF_A_SLICE
+from llmforge.metrics.behaviour.results import PREFIX as BEHAVIOUR
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.metric import Measured, Metric, Sizes
 from llmforge.metrics.units import BITS, BYTES, NATS_A_TOKEN, RATIO, SHARE, TEXT
@@ -55,6 +58,7 @@ class TaskMetric(Metric):
 
     section = "tasks"
     decides = True
+    beside_checkpoint = True
 
     def estimate(self, measured: Measured) -> Estimate | None:
         """Read it; None where it was not measured."""
@@ -62,7 +66,51 @@ class TaskMetric(Metric):
         return None if score is None else score.figures.artifact
 
 
+@dataclass(frozen=True)
+class BehaviourMetric(Metric):
+    """What chats do, under `behaviour.OUTCOME`, and of one slice of them under `behaviour.OUTCOME.SLICE`."""
+
+    section = "behaviour"
+    decides = True
+    beside_checkpoint = True
+
+    part: str | None = None  # of which slice; None: all documents
+
+    def fewest(self, samples: int) -> int | None:
+        """Say how many documents bounds need: those of a slice are shown, and decide nothing below that."""
+        if self.part is not None and samples < FEWEST_OF_A_SLICE:
+            return FEWEST_OF_A_SLICE
+        return super().fewest(samples)
+
+    @property
+    def more(self) -> str:
+        """What gives more samples."""
+        return "add documents to the data of `validation.behaviour`" + (f", of slice {self.part}" if self.part else "")
+
+    def estimate(self, measured: Measured) -> Estimate | None:
+        """Read it; None where it was not measured."""
+        found = None if measured.behaviour is None else measured.behaviour.metrics.get(self.name)
+        return None if found is None else found.artifact
+
+    def of_slice(self, part: str) -> BehaviourMetric:
+        """Give the same figure of one slice."""
+        return replace(self, name=f"{self.name}.{part}", title=f"{self.title}, {part}", part=part)
+
+
 # fmt: off
+
+OF_BEHAVIOUR: tuple[BehaviourMetric, ...] = (
+
+    BehaviourMetric(
+        f"{BEHAVIOUR}{outcomes.CHECKS}", "Checks of chats passed", SHARE, "higher",
+        meaning=f"mean over documents of the share of their checks that are right: {', '.join(outcomes.of_checks())}",
+    ),
+    *(
+        BehaviourMetric(f"{BEHAVIOUR}{each.name}", each.title, each.unit, each.better, meaning=each.meaning)
+        for each in outcomes.OUTCOMES
+    ),
+
+)
 
 SIZE = SizeMetric(
     "size_bytes", "Size", BYTES, "lower", lambda sizes: sizes.engine_bytes, meaning="all files of the engine"
@@ -84,6 +132,7 @@ ARTIFACT: tuple[Metric, ...] = (
     SIZE,
     SIZE_RATIO,
     WEIGHT_BITS,
+    *OF_BEHAVIOUR,
     *(
         metric
         for name in RUNTIMES

@@ -18,7 +18,7 @@ from llmforge.base.errors import InputError
 from llmforge.base.plugins import Plugin
 from llmforge.base.wording import shown
 from llmforge.metrics import adapters
-from llmforge.metrics.artifact_metrics import ARTIFACT, SizeMetric, TaskMetric
+from llmforge.metrics.artifact_metrics import ARTIFACT, BehaviourMetric, SizeMetric, TaskMetric
 from llmforge.metrics.artifact_metrics import RuntimeMetric as RuntimeMetric
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Conditions, LatencyPoint, LoadTrial, TimedSide, Timing
@@ -29,7 +29,7 @@ from llmforge.metrics.quality import OfSums
 from llmforge.metrics.quality_metrics import QUALITY
 from llmforge.metrics.quality_metrics import AdapterMetric as AdapterMetric
 from llmforge.metrics.quality_metrics import QualityMetric as QualityMetric
-from llmforge.metrics.tasks import PREFIX
+from llmforge.metrics.tasks import PREFIX, ScoreFigures
 from llmforge.metrics.units import BITS_A_BYTE, RATIO, SHARE
 
 Kind = TypeVar("Kind", bound=Metric)
@@ -37,6 +37,8 @@ Kind = TypeVar("Kind", bound=Metric)
 ADAPTER_PATTERN = r"^adapter\.[a-z0-9][a-z0-9._-]{0,63}\.[a-z0-9_]{1,64}$"
 
 TASK_PATTERN = r"^task\.[A-Za-z0-9_-]{1,128}\.[A-Za-z0-9_.-]{1,64}$"
+
+BEHAVIOUR_PATTERN = r"^behaviour\.[a-z_]{1,64}\.[A-Za-z0-9_-]{1,64}$"  # of a slice
 
 _OF_TEXT = {"perplexity": RATIO, "word_perplexity": RATIO, "byte_perplexity": RATIO, "bits_per_byte": BITS_A_BYTE}
 
@@ -68,7 +70,15 @@ def of_kind(kind: type[Kind]) -> tuple[Kind, ...]:
 
 
 Deciding = (
-    QualityMetric | SlowestMetric | BestMetric | RunMetric | RuntimeMetric | SizeMetric | TaskMetric | AdapterMetric
+    QualityMetric
+    | SlowestMetric
+    | BestMetric
+    | RunMetric
+    | RuntimeMetric
+    | SizeMetric
+    | TaskMetric
+    | AdapterMetric
+    | BehaviourMetric
 )
 
 
@@ -85,7 +95,15 @@ def limitable() -> dict[str, Deciding]:
 
 def find(name: str) -> Deciding | None:
     """Give the metric of that name that a gate can decide on, of tasks and adapters, too; None: there is none."""
-    return deciding().get(name) or _of_task(name) or _of_adapter(name) or _of_plugin(name)
+    return deciding().get(name) or _of_task(name) or _of_adapter(name) or _of_slice(name) or _of_plugin(name)
+
+
+def _of_slice(name: str) -> BehaviourMetric | None:
+    if re.fullmatch(BEHAVIOUR_PATTERN, name) is None:
+        return None
+    whole, _, part = name.rpartition(".")
+    metric = deciding().get(whole)
+    return metric.of_slice(part) if isinstance(metric, BehaviourMetric) else None
 
 
 def _of_plugin(name: str) -> QualityMetric | None:
@@ -137,7 +155,9 @@ def names(*measured: Measured) -> tuple[str, ...]:
         f"{adapters.PREFIX}{found.adapter}.{name}" for each in measured for found in each.adapters for name in bounded
     )
     scores = (name for each in measured for name in each.scores)
-    return (*deciding(), *others, *dict.fromkeys(scores), *dict.fromkeys(of_adapters))
+    slices = (name for each in measured if each.behaviour is not None for name in each.behaviour.metrics)
+    of_slices = (name for name in dict.fromkeys(slices) if name not in deciding())
+    return (*deciding(), *others, *dict.fromkeys(scores), *dict.fromkeys(of_adapters), *of_slices)
 
 
 OF_ADAPTERS: dict[str, QualityMetric] = {  # what is measured of each adapter: sums over its text, which are small
@@ -180,10 +200,16 @@ def estimates(measured: Measured) -> dict[str, Estimate]:
     return {name: estimate for name, estimate in found if estimate is not None}
 
 
-def task_differences(measured: Measured) -> dict[str, Estimate]:
-    """Read how far each score of a task is from the checkpoint's, as far as both were measured."""
-    found = ((name, score.figures.difference) for name, score in measured.scores.items())
+def checkpoint_differences(measured: Measured) -> dict[str, Estimate]:
+    """Read how far scores of tasks and behaviour are from the checkpoint's, as far as both were measured."""
+    found = ((name, figures.difference) for name, figures in beside_checkpoint(measured).items())
     return {name: difference for name, difference in found if difference is not None}
+
+
+def beside_checkpoint(measured: Measured) -> dict[str, ScoreFigures]:
+    """Give the figures of what the checkpoint was asked as well, by the name of their metric."""
+    scores = {name: score.figures for name, score in measured.scores.items()}
+    return scores if measured.behaviour is None else {**scores, **measured.behaviour.metrics}
 
 
 def point(prompt_tokens: int, artifact: TimedSide, baseline: TimedSide | None, conditions: Conditions) -> LatencyPoint:

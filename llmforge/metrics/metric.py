@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from llmforge.metrics.adapters import AdapterQuality
 from llmforge.metrics.agreement import RuntimeRun
+from llmforge.metrics.behaviour.results import BehaviourResult
 from llmforge.metrics.intervals import SMALLEST_SAMPLE
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
@@ -33,6 +34,7 @@ class Measured:
     runtimes: tuple[RuntimeRun, ...] = ()  # of others, that ran it
     tasks: tuple[TaskResult, ...] = ()
     adapters: tuple[AdapterQuality, ...] = ()  # those that requests choose
+    behaviour: BehaviourResult | None = None
 
     @property
     def scores(self) -> dict[str, Score]:
@@ -44,9 +46,10 @@ class Measured:
 class Metric:
     """One figure of a report."""
 
-    section: ClassVar[Literal["quality", "latency", "runtimes", "tasks"] | None] = (
+    section: ClassVar[Literal["quality", "latency", "runtimes", "tasks", "behaviour"] | None] = (
         None  # of a recipe's `validation` that measures it
     )
+    beside_checkpoint: ClassVar[bool] = False  # measured of the checkpoint, too: limits on changes hold against that
 
     name: str  # in recipes and in a report's JSON
     title: str

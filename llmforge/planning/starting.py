@@ -30,6 +30,8 @@ _GOALS: Mapping[Goal, str] = {
     "quality": "hardly to be told from the checkpoint",
 }
 _ANSWER = 32  # tokens that latency is measured on
+_CHATS_OF_A_SLICE, _CHAT_TOKENS = 4, 24  # behaviour of a start: a part of those that ship, and of their answers
+_CHAT_CONTEXT = 1024  # tokens that the chats that ship, and their tools, have room in
 _LINE = 110  # characters of a pass and its reason on one line
 _BATCH: Mapping[Goal, Mapping[str, int]] = {
     "latency": {"cpu": 4, "gpu": 4},
@@ -118,7 +120,8 @@ def write(
         )
     requantized = described if requantizes else None
     has_end = names_end(folder_of(folder), settings)
-    lines = _Lines(planned, before, proposed, goal, name, given, probed, tried, requantized, has_end)
+    has_template = find_chat_template(folder_of(folder)) is not None
+    lines = _Lines(planned, before, proposed, goal, name, given, probed, tried, requantized, has_end, has_template)
     text = "\n".join(lines.written(has_device=has_device, sample_text=sample_text)) + "\n"
     return StartingRecipe(text, planned)
 
@@ -197,6 +200,7 @@ class _Lines:
     tried: Tried
     requantized: str | None  # codes of the checkpoint that no kernel runs
     has_end: bool  # whether the checkpoint names a token that ends a text
+    has_template: bool  # for chats
 
     def written(self, *, has_device: bool, sample_text: bool) -> Iterator[str]:
         """Write the recipe, line by line."""
@@ -292,6 +296,10 @@ class _Lines:
             longest = min(tokens, _context(plan.shape) - answer)
             prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
             yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {answer}, repetitions: 6}}"
+        chats = self.has_template and _is_ours(plan) and _context(plan.shape) >= _CHAT_CONTEXT
+        if chats:
+            yield "  # The first chats of each slice of those that ship; {}: all, answered whole (docs/behaviour.md)."
+            yield f"  behaviour: {{of_each_slice: {_CHATS_OF_A_SLICE}, max_tokens: {_CHAT_TOKENS}}}"
         yield "# Limits to start with: tighten them once a report shows where this model stands."
         chosen = [each for _, each in self.proposed]
         gates = Gates.of(chosen, self.probed.costs, computes_coarsely=plan.target.kind == "gpu")
@@ -301,3 +309,6 @@ class _Lines:
         if self.has_end:
             shift = f"min: {-choice.END_SHIFT:g}, max: {choice.END_SHIFT:g}"
             yield f"  eos_shift_elsewhere: {{{shift}}}  # nats: how much likelier it is to stop, before other tokens"
+        if chats:
+            yield f"  behaviour.checks: {{drop_max: {choice.BEHAVIOUR_LOST:g}}}  # share, against the checkpoint"
+            yield f"  behaviour.loops: {{rise_max: {choice.BEHAVIOUR_LOST:g}}}"

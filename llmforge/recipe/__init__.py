@@ -1,5 +1,6 @@
 """Recipes: their sections, overrides from the command line, and errors with file and line."""
 
+from llmforge.recipe.behaviour import BehaviourSpec
 from llmforge.recipe.calibration import CalibrationSpec
 from llmforge.recipe.engine import EngineSpec
 from llmforge.recipe.gates import Gates, GatesFile, GateSpec, misdirected
@@ -13,6 +14,7 @@ from llmforge.recipe.validation import ValidationSpec
 
 __all__ = [
     "TASK_FILES",
+    "BehaviourSpec",
     "CalibrationSpec",
     "EngineSpec",
     "GateSpec",

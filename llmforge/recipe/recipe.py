@@ -315,6 +315,8 @@ class Recipe(Section):
         if (tasks := self.validation.tasks) is not None:
             files = [Path(task) if task.endswith(TASK_FILES) else task for task in tasks]
             plain["validation"]["tasks"] = [content(each) if isinstance(each, Path) else each for each in files]
+        if (behaviour := self.validation.behaviour) is not None:
+            plain["validation"]["behaviour"]["data"] = content(behaviour.file)
         if used := self.plugins(passes):
             plain["plugins"] = {each.package.name: each.package.version for each in used}
         plain["passes"] = [{instance.name: options.values(instance)} for instance in passes] or [

@@ -27,7 +27,7 @@ from llmforge.checkpoint import documents
 TASK_FILES = (".yaml", ".yml")
 
 
-def _anchor(path: Path, info: ValidationInfo) -> Path:
+def anchor(path: Path, info: ValidationInfo) -> Path:
     """Make a path of the recipe absolute; the validation context is the folder of the recipe's file."""
     if (why := small_file.why_no_path(path)) is not None:
         raise ValueError(why)
@@ -36,13 +36,13 @@ def _anchor(path: Path, info: ValidationInfo) -> Path:
 
 def _anchor_target(target: str, info: ValidationInfo) -> str:
     """Make the path of a target's file absolute; a name is known in lower case."""
-    return str(_anchor(Path(target), info)) if targets.is_file(target) else target.lower()
+    return str(anchor(Path(target), info)) if targets.is_file(target) else target.lower()
 
 
 def _anchor_task(task: str, info: ValidationInfo) -> str:
     """Make the path of a task's file absolute; other tasks have names."""
     if task.endswith(TASK_FILES):
-        return str(_anchor(Path(task), info))
+        return str(anchor(Path(task), info))
     if re.fullmatch(r"[\w-]{1,128}", task) is None:
         raise ValueError("must be the name of a task, or a YAML file")
     return task
@@ -60,7 +60,7 @@ def _plain(paths: tuple[Path, ...]) -> Any:
 
 
 MOST_FILES = 64  # of one text
-RecipePath = Annotated[Path, AfterValidator(_anchor)]
+RecipePath = Annotated[Path, AfterValidator(anchor)]
 RecipePaths = Annotated[
     tuple[RecipePath, ...],
     Field(min_length=1, max_length=MOST_FILES),

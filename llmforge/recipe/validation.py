@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from llmforge.backends import BACKENDS
 from llmforge.metrics.agreement import PROMPT_AND_ANSWER, RuntimeName
 from llmforge.metrics.tasks import MOST_TASKS
+from llmforge.recipe.behaviour import BehaviourSpec
 from llmforge.recipe.engine import EngineSpec
 from llmforge.recipe.latency import LatencySpec
 from llmforge.recipe.quality import QualitySpec
@@ -21,7 +22,7 @@ _ADD_QUALITY = "add `validation: {quality: …}`"
 class ValidationSpec(Section):
     """What to measure on the finished engine."""
 
-    newer: ClassVar[frozenset[str]] = frozenset({"runtimes", "tasks"})
+    newer: ClassVar[frozenset[str]] = frozenset({"runtimes", "tasks", "behaviour"})
 
     quality: QualitySpec | None = None
     latency: LatencySpec | None = None
@@ -37,11 +38,14 @@ class ValidationSpec(Section):
         default=None,
         description="tasks of lm-evaluation-harness to run: names, or YAML files; requires the extra `eval`",
     )
+    behaviour: BehaviourSpec | None = Field(
+        default=None, description="chats to answer, and what is held of their answers; requires a chat template"
+    )
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is measured."""
-        return self.quality is None and self.latency is None and self.tasks is None
+        return all(each is None for each in (self.quality, self.latency, self.tasks, self.behaviour))
 
     @model_validator(mode="after")
     def _each_runtime_once(self) -> Self:
@@ -74,6 +78,9 @@ class ValidationSpec(Section):
         if self.tasks is not None:
             hint = f"serve the artifact, `{record.serve.format(engine='ARTIFACT/engine')}`, then `llmforge eval --url`"
             yield Contradiction(("tasks",), f"are answered by what serves, and that is {record.servers}", hint)
+        if self.behaviour is not None:
+            hint = f"serve the artifact, `{record.serve.format(engine='ARTIFACT/engine')}`, and ask it there"
+            yield Contradiction(("behaviour",), f"is answered by what serves, and that is {record.servers}", hint)
         if self.latency is None:
             return
         if record.served_by not in self.runtimes:

@@ -128,6 +128,7 @@ def test_every_metric_that_a_gate_names_is_measured() -> None:
     elsewhere = ("answer_", "eos_shift_", "greedy_ends_", "greedy_length_")
     asked_for |= {name for name in catalog.deciding() if name.startswith(elsewhere)}
     asked_for |= {name for name in catalog.deciding() if name.startswith("runtime.")}  # tests/metrics/test_agreement.py
+    asked_for |= {name for name in catalog.deciding() if name.startswith("behaviour.")}  # tests/metrics/behaviour
     found = catalog.estimates(reports.MEASURED)
     assert set(found) == set(catalog.deciding()) - asked_for
     latency = reports.LATENCY.model_copy(
@@ -141,7 +142,7 @@ def test_every_metric_that_a_gate_names_is_measured() -> None:
         }
     )
     more = catalog.estimates(Measured(latency=latency))
-    assert {name for name in asked_for if not name.startswith(("runtime.", *elsewhere))} <= set(more)
+    assert {name for name in asked_for if not name.startswith(("behaviour.", "runtime.", *elsewhere))} <= set(more)
     assert (more["usd_per_million_tokens"].value, more["goodput_share"].value) == (0.5, 0.5), "lowest cost, worst share"
     assert [more[name].value for name in ("load_ms", "peak_host_bytes", "peak_device_bytes")] == [3, 4, 5]
     assert found["size_bytes"] == Estimate.exact(5_087_122)

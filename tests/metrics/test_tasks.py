@@ -35,7 +35,7 @@ def test_a_score_is_a_metric_that_gates_find_by_name() -> None:
     measured = Measured(tasks=(result(answers(30), answers(34)),))
     name = "task.quiz.accuracy"
     assert catalog.estimates(measured)[name].value == 0.75
-    assert catalog.task_differences(measured)[name].value == pytest.approx(-0.1)
+    assert catalog.checkpoint_differences(measured)[name].value == pytest.approx(-0.1)
     assert catalog.names(measured)[-1] == name
     assert catalog.named(name).better == "higher"
     assert catalog.named("task.text.bits_per_byte").better == "lower"

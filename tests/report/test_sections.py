@@ -7,8 +7,11 @@ import re
 
 from llmforge.gates.records import Report
 from llmforge.metrics.adapters import AdapterQuality
+from llmforge.metrics.behaviour import results
+from llmforge.metrics.behaviour.answer import BehaviourAnswer
+from llmforge.metrics.behaviour.document import BehaviourDocument
 from llmforge.metrics.tasks import Score, TaskResult
-from llmforge.report import render, view
+from llmforge.report import behaviour, render, view
 
 from ..samples import pages, reports
 from .test_charts import attributed
@@ -106,6 +109,34 @@ def test_tasks_and_adapters_have_a_row_each_in_every_form() -> None:
     assert "0.0210 (0.0200 – 0.0221)" in legal
     assert medical[0] == "medical"
     assert f"| {' | '.join(legal)} |" in markdown
+
+
+def test_behaviour_has_a_row_for_each_figure_and_slice_and_chats_side_by_side() -> None:
+    asked = [
+        BehaviourDocument.model_validate(
+            {"id": f"{HOSTILE}{i}", "slice": f"part-{i % 6}", "messages": [{"role": "user", "content": HOSTILE}],
+             "instructions": {"contains": ["yes"]}}
+        )
+        for i in range(60)
+    ]  # fmt: skip
+    yes, no = BehaviourAnswer(f"Say yes{HOSTILE}", tokens=3), BehaviourAnswer("Say <b>no</b>", tokens=6)
+    found = results.measured(asked, [no, *[yes] * 59], [yes] * 60, engine="engine", baseline="checkpoint")
+    report = reports.make(behaviour=found)
+    page = section(render.to_html(report), "behaviour")
+    assert [row[0] for row in rows(page)] == [
+        *(behaviour.title(name) for name in found.outcomes), *(f"part-{i}" for i in range(6)),
+    ]  # fmt: skip
+    checks = rows(page)[0]
+    assert checks[1:5] == ["60", "100.0 %", "98.3 %", "-1.7 %"]
+    assert checks[-1] == "part-0, -10.0 %"
+    assert page.count("<details") == 5
+    assert page.count("<mark>") == 2
+    assert "Say <mark>" in page
+    assert "came out otherwise" in page
+    assert HOSTILE not in page
+    assert "<b>no</b>" not in page
+    assert "part-0, -10.0 %" in render.to_markdown(report).replace("\\", "")
+    assert "Behaviour" not in render.to_markdown(reports.make())
 
 
 def test_a_task_that_got_better_has_a_plus() -> None:

@@ -63,6 +63,7 @@ def _report(state: CompileState, manifest: Manifest) -> Report:
         runtimes=found.runtimes,
         tasks=found.tasks,
         adapters=found.adapters,
+        behaviour=found.behaviour,
         engine=state.engine_record,
         build=state.clock.record(state.reused),
         machine=machine.describe(),

@@ -40,7 +40,7 @@ def _measure(state: CompileState) -> Evidence:
     if (
         state.excesses and not state.checked.publish_failed
     ):  # the message has quality beside the budgets; nothing else ships
-        spec, interpreters = spec.model_copy(update={"latency": None, "tasks": None}), ()
+        spec, interpreters = spec.model_copy(update={"latency": None, "tasks": None, "behaviour": None}), ()
     with _proxy(state) as proxy:
         asked = Measurement(
             state.staging,

@@ -1,0 +1,1 @@
+"""What chats do: calls of tools, forms, refusals, thoughts, loops, languages. No model is in here, only its answers."""

@@ -1,0 +1,39 @@
+"""One answer of a model, as a client of a server would see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class MadeCall:
+    """A call of a tool that an answer makes; `arguments` are JSON, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class BehaviourAnswer:
+    """An answer, taken apart.
+
+    Args:
+        text: outside of thoughts and calls.
+        calls: of tools, in their order.
+        reasoning: what was thought.
+        reasoning_tokens: of thoughts and their tags; None: the model does not think.
+        thinking_open: the answer ended before the thoughts did.
+        finish_reason: as OpenAI's API has it; `length`: it was cut off.
+        tokens: of the whole answer.
+        margin: ln p(first opening) less ln p(second opening) of a document that names two; None: not measured.
+    """
+
+    text: str
+    calls: tuple[MadeCall, ...] = ()
+    reasoning: str = ""
+    reasoning_tokens: int | None = None
+    thinking_open: bool = False
+    finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
+    tokens: int = 0
+    margin: float | None = None

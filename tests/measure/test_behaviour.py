@@ -1,0 +1,109 @@
+"""Chats that an artifact and its checkpoint answer: read as serving reads them, and held beside one another."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmforge import serving
+from llmforge.base.progress import Silent
+from llmforge.checkpoint import Checkpoint
+from llmforge.measure import behaviour
+from llmforge.measure.baseline import Baseline
+from llmforge.measure.scoring import CheckpointSide, EngineSide
+from llmforge.measure.tasks import TaskEngine
+from llmforge.metrics.behaviour.document import BehaviourDocument
+from llmforge.serving import Runner, Sampling
+from llmforge.serving.protocol import tool_prompt
+from llmforge.serving.protocol.reasoning import Reasoning
+
+from ..samples.small_artifact import publish_small
+
+TOOL = {"type": "function", "function": {"name": "set_timer", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> Runner:
+    return serving.load(publish_small(tmp_path_factory.mktemp("small"), sample_checkpoint, context=1024).path)
+
+
+def document(number: int = 0, content: str = "Count to three.", **more: Any) -> BehaviourDocument:
+    return BehaviourDocument.model_validate(
+        {"id": f"chat-{number}", "messages": [{"role": "user", "content": content}], "max_tokens": 6, **more}
+    )
+
+
+def read(runner: Runner, text: str, **more: Any) -> Any:
+    """Read `text` as an answer."""
+    prompts, _ = behaviour.prepare([document(**{"max_tokens": 200, **more})], runner)
+    ids = runner.tokenizer.encode(text, add_special_tokens=False).ids
+    return behaviour.read_answer(prompts[0], ids, runner, Reasoning.find(runner), None)
+
+
+def test_answers_many_at_a_time_are_those_that_each_prompt_gets_alone(runner: Runner) -> None:
+    prompts = [runner.encode_chat([{"role": "user", "content": "word " * count}]) for count in (1, 9, 3, 20, 5)]
+    counts = [6, 3, 8, 2, 5]
+    found = EngineSide(runner, "").answers(prompts, counts)
+    for prompt, count, said in zip(prompts, counts, found, strict=True):
+        chunks = runner.generate(prompt, Sampling(max_tokens=count))
+        alone = [chunk.token_id for chunk in chunks if chunk.token_id is not None]
+        assert said == [token for token in alone if token not in runner.config.eos_token_ids]
+        assert len(said) <= count
+
+
+def test_an_engine_and_its_checkpoint_answer_the_same_chats(runner: Runner, sample_checkpoint: Path) -> None:
+    refusal = {"expected": True, "patterns": ["no"], "openings": ["I am sorry", "Sure"]}
+    asked = [document(i, f"Say {i}.", refusal=refusal if i % 2 else None) for i in range(6)]
+    asked.append(document(9, tools=[TOOL]))
+    found, notes = behaviour.run(
+        asked, TaskEngine(runner, "small engine", 1), Checkpoint.open(sample_checkpoint), Silent()
+    )
+    assert found is not None
+    assert found.documents == tuple(f"chat-{i}" for i in range(6))
+    (note,) = notes
+    assert "1 of 7 documents are left out (chat-9)" in note
+    assert "not shown" in note or "cannot be read" in note
+    assert (found.engine, found.baseline is None) == ("small engine", False)
+    assert {"checks", "refusal", "refusal_margin", "loops", "ended", "length_change"} == set(found.outcomes)
+    margin = found.outcomes["refusal_margin"]
+    assert margin.documents == (1, 3, 5)
+    baseline = Baseline(Checkpoint.open(sample_checkpoint), threads=1)
+    theirs = CheckpointSide(lambda: baseline, "", 256, runner.config.eos_token_ids, runner.tokenizer.decode)
+    ids = runner.encode_chat(asked[1].messages)
+    openings = [runner.tokenizer.encode(text, add_special_tokens=False).ids for text in refusal["openings"]]
+    (refuses, _), (answers, _) = theirs.score([(ids, opening) for opening in openings])
+    assert margin.baseline is not None
+    assert margin.baseline[0] == pytest.approx(refuses - answers, abs=1e-3)
+
+
+def test_calls_are_read_as_the_server_reads_them(runner: Runner) -> None:
+    assert runner.template is not None
+    shown = Runner(runner.session, runner.config, runner.tokenizer, tool_prompt.added(runner.template))
+    called = '<tool_call>\n{"name": "set_timer", "arguments": {"minutes": 5}}\n</tool_call>'
+    answer = read(shown, called, tools=[TOOL])
+    assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [("set_timer", {"minutes": 5})]
+    assert (answer.text.strip(), answer.finish_reason) == ("", "tool_calls")
+    assert read(shown, "Five minutes.", tools=[TOOL]).calls == ()
+    assert read(shown, called).calls == ()  # none are offered
+
+
+def test_an_answer_that_fills_its_tokens_did_not_end(runner: Runner) -> None:
+    assert read(runner, "one two three", max_tokens=2).finish_reason == "length"
+    assert read(runner, "one two three", max_tokens=90).finish_reason == "stop"
+
+
+def test_without_a_template_nothing_is_asked(runner: Runner, sample_checkpoint: Path) -> None:
+    bare = Runner(runner.session, runner.config, runner.tokenizer, None)
+    engine = replace(TaskEngine(runner, "small engine", 1), runner=bare)
+    found = behaviour.run([document()], engine, Checkpoint.open(sample_checkpoint), Silent())
+    assert found == (None, (behaviour.NO_TEMPLATE,))
+
+
+def test_what_the_context_does_not_hold_is_left_out(runner: Runner) -> None:
+    prompts, (note,) = behaviour.prepare([document(), document(1, "word " * 1100)], runner)
+    assert [prompt.document.id for prompt in prompts] == ["chat-0"]
+    assert "exceed engine.max_context, 1024" in note
