@@ -166,6 +166,7 @@ class ExportFormat:
     tables: bool  # it holds codes of embedding and head, too
     bf16_scales: bool = False  # of blocks, where the model is bf16; else they are fp16
     fp8_caches: bool = False  # it says by which scales keys and values are cached in fp8
+    superblocks: bool = False  # it holds scales that are codes under a superscale, as `codes: gguf` has them
 
     @property
     def runtimes(self) -> tuple[Literal["transformers", "vllm", "llama-cpp"], ...]:

@@ -7,7 +7,8 @@ from typing import cast
 
 from llmforge.backends.record import StoredDtype
 from llmforge.quantization.costs import ModelFormats, ProbedCosts
-from llmforge.quantization.grid import Grid, Scale
+from llmforge.quantization.formats import SUPERSCALED
+from llmforge.quantization.grid import Grid, Scale, gguf_type
 from llmforge.rewrite.traits import Deployment, Proposal, Storage
 
 FOUR_KLD, EIGHT_KLD, STORED_KLD = 0.05, 0.005, 0.01  # nats a token that budgets allow, where nothing was measured
@@ -18,8 +19,8 @@ CALIBRATED_SHARE = 0.45
 _BLOCK = 32
 # What `importance` leaves of it: 6 bits of SmolLM2-135M .41 on documentation and .46 on answers of chats.
 IMPORTANCE_SHARE = 0.6
-# Bits, method, and bits of embedding and head that the CPU kernels have with int8 scales, the smallest first. Rounding
-# to nearest is for what cannot be run layer by layer.
+# Bits, method, and bits of embedding and head that the CPU kernels have with int8 scales, and GGUF files by their
+# types, the smallest first. Rounding to nearest is for what cannot be run layer by layer.
 _NATIVE = (
     *((4, "gptq", 6), (5, "gptq", 6), (5, "importance", 6), (5, "rtn", 6)),
     *((6, "importance", 6), (6, "rtn", 6), (8, "rtn", 8)),
@@ -34,35 +35,45 @@ def of_weights(name: str, there: Deployment) -> Iterator[Proposal]:
     64 rows on products take longer than reading their weights (docs/cuda.md).
     """
     other, columns = there.backend.export_format, there.backend.scales == "channels"
+    native = there.on_cpu and there.own_kernels
     if there.serves_fp8 and there.goal == "throughput":
         return
-    if other is not None:  # servers of others have symmetric codes, with scales in 16 bits
+    if other is not None and other.superblocks and native:
+        yield from _native(name, gguf=True)
+    elif other is not None:  # servers of others have symmetric codes, with scales in 16 bits
         scale: Scale = "bf16" if other.bf16_scales and there.is_bf16 else "fp16"
         yield from _portable(name, other.block, symmetric=True, scale=scale, tables=other.tables)
     elif columns:
         yield next(_portable(name, 128, symmetric=True, tables=False))
-    elif there.on_cpu and there.own_kernels:
+    elif native:
         yield from _native(name)
     else:
         yield from _portable(name, _BLOCK, symmetric=not there.on_cpu, retreats=True)
 
 
-def _native(name: str) -> Iterator[Proposal]:
-    """Propose what llmforge's CPU kernels read: int8 scales cost a quarter of a bit a weight, fp32 ones a whole bit."""
+def _native(name: str, *, gguf: bool = False) -> Iterator[Proposal]:
+    """Propose what llmforge's CPU kernels read: int8 scales cost a quarter of a bit a weight, fp32 ones a whole bit.
+
+    With `gguf` the types of GGUF files, which the kernels read as well.
+    """
     for bits, method, tables in _NATIVE:
-        symmetric = bits == 8
-        formats = ModelFormats(Grid(bits, _BLOCK, symmetric, "int8"), Grid(tables, _BLOCK, True, "int8"))
-        blocks = f"bits: {bits}, block_size: {_BLOCK}, {'symmetric: true, ' if symmetric else ''}"
-        calibrated, share = method == "gptq", _SHARES.get(method, 1.0)
+        if gguf:
+            formats, said = ModelFormats(gguf_type(bits), gguf_type(tables)), f"codes: gguf, bits: {bits}"
+        else:
+            symmetric = bits == 8
+            formats = ModelFormats(Grid(bits, _BLOCK, symmetric, "int8"), Grid(tables, _BLOCK, True, "int8"))
+            said = f"bits: {bits}, block_size: {_BLOCK}, {'symmetric: true, ' if symmetric else ''}scales: int8"
+        grid, calibrated, share = formats.linears, method == "gptq", _SHARES.get(method, 1.0)
         yield Proposal(
-            f"{blocks}scales: int8, embedding_bits: {tables}, method: {method}, {{budget}}",
+            f"{said}, embedding_bits: {tables}, method: {method}, {{budget}}",
             FOUR_KLD if calibrated else EIGHT_KLD if bits == 8 else NATIVE_KLD,
             Storage(
                 weights=cast(StoredDtype, f"int{bits}"),
                 embedding=cast(StoredDtype, f"int{tables}"),
-                block=_BLOCK,
-                symmetric=symmetric,
-                scale="int8",
+                block=grid.block_size,
+                symmetric=grid.symmetric,
+                scale=grid.scale if grid.scale in SUPERSCALED else None,
+                minimums=grid.minimums,
             ),
             f"{name}, bits: {4 if bits == 4 else 8}",
             calibrated=calibrated,

@@ -26,6 +26,7 @@ from llmforge.gates.decision import Verdict
 from llmforge.ir import dialect
 from llmforge.passes import QuantizeChannels, QuantizeFp4, QuantizeWeights
 from llmforge.planning import starting
+from llmforge.quantization.grid import gguf_type
 from llmforge.quantization.statistics import InputRange, Statistics
 from llmforge.recipe import EngineSpec, Recipe
 from llmforge.rewrite.pass_base import Budget, Context
@@ -197,7 +198,10 @@ def test_the_shipped_recipe_is_taken(name: str, sample_checkpoint: Path, sample_
     recipe = Recipe.load(RECIPES / f"{name}.yaml")
     assert recipe.engine.backend == name
     steps, checkpoint = recipe.instantiate(passes.ALL), Checkpoint.open(sample_checkpoint)
-    dry_run.run(sample_graph, steps, target=targets.local(), spec=recipe.engine, checkpoint=checkpoint)
+    demands = [demand for step in steps for demand in step.demands()]
+    linears = calibration.plan(checkpoint, demands, dialect.caches(sample_graph)) if demands else {}
+    known = {"target": targets.local(), "spec": recipe.engine, "checkpoint": checkpoint}
+    dry_run.run(sample_graph, steps, **known, calibrated=linears)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +210,7 @@ def test_the_shipped_recipe_is_taken(name: str, sample_checkpoint: Path, sample_
         ("compressed-tensors", "h200", "latency", 4),
         ("compressed-tensors", "cpu-avx2", "quality", 8),
         ("gguf", "h200", "quality", 8),
+        ("gguf", "cpu-avx2", "quality", 8),
         ("gguf", "cpu-avx2", "size", 4),
     ],
 )
@@ -226,8 +231,11 @@ def test_a_recipe_that_init_writes_is_taken(
     recipe = Recipe.load(tmp_path / "recipe.yaml")
     [step] = recipe.instantiate(passes.ALL)
     assert isinstance(step, QuantizeWeights)
-    scales = {"compressed-tensors": "bf16", "gguf": "fp16"}[backend]  # the sample is in bf16
-    assert (step.bits, step.symmetric, step.scales) == (bits, True, scales)
+    if backend == "gguf" and target == "cpu-avx2":
+        assert step.grid == gguf_type(bits)
+    else:
+        scales = {"compressed-tensors": "bf16", "gguf": "fp16"}[backend]  # the sample is in bf16
+        assert (step.bits, step.symmetric, step.scales) == (bits, True, scales)
     assert not recipe.engine.deferred
     checkpoint = Checkpoint.open(sample_checkpoint)
     linears = calibration.plan(checkpoint, step.demands(), dialect.caches(sample_graph)) if step.demands() else {}

@@ -86,7 +86,7 @@ def test_layers_may_retreat_up_to_the_size_of_the_next_format(tmp_path: Path) ->
     unmeasured = options(recipe(tmp_path, "no time"), "quantize-weights")
     assert unmeasured["retreat"]["max_bytes"] == pytest.approx(143e6, rel=0.05), "as a plan predicts it"
     assert "# retreat: where the weights exceed their budget" in (tmp_path / "recipe.yaml").read_text()
-    exported = options(recipe(tmp_path, SMOLLM2, backend="gguf"), "quantize-weights")
+    exported = options(recipe(tmp_path, {**SMOLLM2, 4: 0.04}, backend="compressed-tensors"), "quantize-weights")
     assert "retreat" not in exported
 
 
@@ -138,8 +138,22 @@ def test_a_model_that_cannot_be_calibrated_is_rounded(tmp_path: Path, monkeypatc
 
 def test_what_others_load_keeps_its_formats(tmp_path: Path) -> None:
     """4 bits where they keep the quality by what was measured, else 8."""
-    assert weights(recipe(tmp_path, {**SMOLLM2, 4: 0.04}, backend="gguf")) == (4, "gptq")
-    assert weights(recipe(tmp_path, SMOLLM2, backend="gguf")) == (8, "rtn")
+    assert weights(recipe(tmp_path, {**SMOLLM2, 4: 0.04}, backend="compressed-tensors")) == (4, "gptq")
+    assert weights(recipe(tmp_path, SMOLLM2, backend="compressed-tensors")) == (8, "rtn")
+
+
+def test_gguf_files_have_their_own_types_where_the_kernels_that_prove_them_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = recipe(tmp_path, SMOLLM2, backend="gguf")
+    assert weights(found) == (6, "importance")
+    step = options(found, "quantize-weights")
+    assert (step["codes"], step["embedding_bits"], step["retreat"]["bits"]) == ("gguf", 6, [8])
+    assert weights(recipe(tmp_path, {**SMOLLM2, 4: 0.04}, "size", backend="gguf")) == (4, "gptq")
+    monkeypatch.setattr(starting, "library", lambda: None)
+    without = options(recipe(tmp_path, SMOLLM2, backend="gguf"), "quantize-weights")
+    assert "codes" not in without
+    assert without["scales"] == "fp16"
 
 
 def test_without_kernels_formats_are_those_of_onnxruntime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +171,8 @@ def test_every_format_that_is_proposed_is_one_that_its_pass_writes() -> None:
     from llmforge.passes.quantize_weights import QuantizeWeights
     from llmforge.rewrite.traits import Deployment
 
-    for target, backend in (("cpu-avx2", "onnxruntime"), ("t4", "onnxruntime"), ("h200", "gguf"), ("l4", "tensorrt")):
+    on_gpus = (("t4", "onnxruntime"), ("h200", "gguf"), ("l4", "tensorrt"))
+    for target, backend in (("cpu-avx2", "onnxruntime"), ("cpu-avx2", "gguf"), *on_gpus):
         for own in (True, False):
             there = Deployment(targets.load(target), BACKENDS[backend], "fp32", own_kernels=own)
             for each in weight_proposals.of_weights("quantize-weights", there):

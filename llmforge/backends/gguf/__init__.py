@@ -19,6 +19,7 @@ BACKEND = BackendRecord(
         codes=frozenset({"blocks"}),
         block=32,
         tables=True,
+        superblocks=True,
     ),
     providers=(
         Provider(
