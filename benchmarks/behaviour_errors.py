@@ -20,33 +20,34 @@ from llmforge.recipe import GateSpec
 RIGHT, GAINED, LIMIT = 0.8, 0.02, 0.1  # of the checkpoint; of documents that the artifact gains; of the gate
 
 Floats = NDArray[np.float64]
-Draw = Callable[[np.random.Generator, int], tuple[Floats, Floats]]
+Drawn = tuple[Floats, Floats, NDArray[np.int64]]  # ours, theirs, and of which document each is
+Draw = Callable[[np.random.Generator, int], Drawn]
 
 
-def share(rng: np.random.Generator, documents: int) -> tuple[Floats, Floats]:
-    """Draw right or wrong: ours, theirs [N]."""
+def share(rng: np.random.Generator, documents: int) -> Drawn:
+    """Draw right or wrong."""
     theirs = rng.random(documents) < RIGHT
     lost = rng.random(documents) < (LIMIT + GAINED) / RIGHT
     gained = rng.random(documents) < GAINED / (1 - RIGHT)
-    return np.where(theirs, ~lost, gained).astype(np.float64), theirs.astype(np.float64)
+    return np.where(theirs, ~lost, gained).astype(np.float64), theirs.astype(np.float64), np.arange(documents)
 
 
-def checks(rng: np.random.Generator, documents: int) -> tuple[Floats, Floats]:
-    """Draw the share of one to four checks of each document that are right: ours, theirs [N]."""
-    of = rng.integers(1, 5, documents)
-    pairs = [share(rng, count) for count in of]
-    return np.array([ours.mean() for ours, _ in pairs]), np.array([theirs.mean() for _, theirs in pairs])
+def checks(rng: np.random.Generator, documents: int) -> Drawn:
+    """Draw the one to four checks of each document, all of which are right or wrong alike."""
+    clusters = np.repeat(np.arange(documents), rng.integers(1, 5, documents))
+    ours, theirs = share(rng, documents)[:2]
+    return ours[clusters], theirs[clusters], clusters
 
 
-def lengths(rng: np.random.Generator, documents: int) -> tuple[Floats, Floats]:
+def lengths(rng: np.random.Generator, documents: int) -> Drawn:
     """Draw how far lengths are apart: most not at all, the others exponentially, with a mean of the limit; and none."""
     apart = np.where(rng.random(documents) < 0.3, rng.exponential(LIMIT / 0.3, documents), 0.0)
-    return apart, np.zeros(documents)
+    return apart, np.zeros(documents), np.arange(documents)
 
 
-def passes(ours: Floats, theirs: Floats, *, rises: bool) -> bool:
+def passes(ours: Floats, theirs: Floats, clusters: NDArray[np.int64], *, rises: bool) -> bool:
     """Say whether a gate passes whose limit is a change of `LIMIT` against the checkpoint."""
-    made = tasks.figures("mean", tuple(ours), tuple(theirs), tuple(range(len(ours))))
+    made = tasks.figures("mean", tuple(ours), tuple(theirs), tuple(clusters.tolist()))
     name, bound = ("behaviour.length_change", "rise_max") if rises else ("behaviour.checks", "drop_max")
     assert made.difference is not None
     beside = Earlier("the checkpoint", {name: made.difference}, {name: float(theirs.mean())})

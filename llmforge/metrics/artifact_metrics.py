@@ -103,7 +103,7 @@ OF_BEHAVIOUR: tuple[BehaviourMetric, ...] = (
 
     BehaviourMetric(
         f"{BEHAVIOUR}{outcomes.CHECKS}", "Checks of chats passed", SHARE, "higher",
-        meaning=f"mean over documents of the share of their checks that are right: {', '.join(outcomes.of_checks())}",
+        meaning=f"share of all checks of all documents that are right: {', '.join(outcomes.of_checks())}",
     ),
     *(
         BehaviourMetric(f"{BEHAVIOUR}{each.name}", each.title, each.unit, each.better, meaning=each.meaning)

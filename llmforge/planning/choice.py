@@ -24,7 +24,7 @@ OBSERVED_TOKENS = 1024
 CALIBRATION_S = 105.0  # of CPU time at the reference rates, at most, but for the goal `size`: a minute on two cores
 UNMEASURED_BITS = 6  # at least, where weights are rounded to nearest and nothing was measured
 _LEAST, _LEAST_RATIO = 0.002, 0.01  # limits of the KLD, and of the perplexity ratio above 1
-BEHAVIOUR_LOST = 0.25  # limit of what checks of chats may lose; few chats tell no less apart
+LENGTH_CHANGE = 1.0  # limit of how far answers of chats may be apart in length, as ln of their ratio: 2.7 times
 END_SHIFT = 1.0  # limit of how far ln p(end) may move either way, nats; SmolLM2-135M in 6 bits: .32
 
 Named = tuple[str, Proposal]  # a pass, and a way to use it

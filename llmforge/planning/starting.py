@@ -310,5 +310,5 @@ class _Lines:
             shift = f"min: {-choice.END_SHIFT:g}, max: {choice.END_SHIFT:g}"
             yield f"  eos_shift_elsewhere: {{{shift}}}  # nats: how much likelier it is to stop, before other tokens"
         if chats:
-            yield f"  behaviour.checks: {{drop_max: {choice.BEHAVIOUR_LOST:g}}}  # share, against the checkpoint"
-            yield f"  behaviour.loops: {{rise_max: {choice.BEHAVIOUR_LOST:g}}}"
+            # Checks have no gate here: of a model that passes few of them, so few chats cannot show that more are lost.
+            yield f"  behaviour.length_change: {{max: {choice.LENGTH_CHANGE:g}}}  # |ln ratio| of lengths of answers"

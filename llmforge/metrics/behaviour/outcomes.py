@@ -25,7 +25,7 @@ class Outcome:
     """One figure of behaviour: the mean over the documents that have it.
 
     `value` gives None where a document has none: where nothing of the kind is asked, or expected is what the baseline
-    does and there is no baseline. `checked`: right or wrong, and part of `checks`.
+    does and there is no baseline. `checked`: right or wrong, and one of `CHECKS`.
     """
 
     name: str
@@ -47,10 +47,6 @@ def values(
         there = None if theirs is None else outcome.value(document, theirs, theirs)
         if here is not None and (theirs is None or there is not None):
             found[outcome.name] = here, there
-    checked = [found[outcome.name] for outcome in OUTCOMES if outcome.checked and outcome.name in found]
-    if checked:
-        here = math.fsum(each for each, _ in checked) / len(checked)
-        found[CHECKS] = here, None if theirs is None else math.fsum(each or 0.0 for _, each in checked) / len(checked)
     return found
 
 

@@ -19,6 +19,7 @@ from llmforge.metrics.tasks import ScoreFigures
 
 PREFIX = "behaviour."  # of the name of a metric: behaviour.OUTCOME, behaviour.OUTCOME.SLICE
 SHOWN = 5  # chats that a report has
+_MOST_VALUES = MOST_CHATS * len(outcomes_.OUTCOMES)
 _MOST_SHOWN = 4000  # characters of a message and of an answer
 
 
@@ -35,11 +36,11 @@ class ChatPair(ReportRecord):
 
 
 class OutcomeValues(ReportRecord):
-    """One outcome of every document that has it."""
+    """One outcome of every document that has it, or every check of each document."""
 
-    documents: tuple[int, ...] = Field(max_length=MOST_CHATS)  # by number, ascending
-    artifact: tuple[float, ...] = Field(max_length=MOST_CHATS)
-    baseline: tuple[float, ...] | None = Field(max_length=MOST_CHATS)
+    documents: tuple[int, ...] = Field(max_length=_MOST_VALUES)  # by number, ascending
+    artifact: tuple[float, ...] = Field(max_length=_MOST_VALUES)
+    baseline: tuple[float, ...] | None = Field(max_length=_MOST_VALUES)
     figures: ScoreFigures
     slices: dict[str, ScoreFigures]  # of documents of each slice
 
@@ -65,7 +66,7 @@ class BehaviourResult(ReportRecord):
             columns = (each.artifact, *(() if each.baseline is None else (each.baseline,)))
             if any(len(column) != len(each.documents) for column in columns):
                 raise ValueError(f"the outcome {name[:64]} has another number of values than of documents")
-            if [*each.documents] != sorted({*each.documents}) or not {*each.documents} <= {*range(count)}:
+            if [*each.documents] != sorted(each.documents) or not {*each.documents} <= {*range(count)}:
                 raise ValueError(f"the outcome {name[:64]} is of documents that are not there")
         return self
 
@@ -99,11 +100,13 @@ def measured(
         raise ValueError(f"{len(documents)} documents, {len(ours)} answers")
     columns: dict[str, list[tuple[int, float, float | None]]] = {}
     beside: Sequence[BehaviourAnswer | None] = [None] * len(documents) if theirs is None else theirs
-    rows = []
+    rows, checked = [], set(outcomes_.of_checks())
     for number, (document, left, right) in enumerate(zip(documents, ours, beside, strict=True)):
         rows.append(outcomes_.values(document, left, right))
         for name, (here, there) in rows[-1].items():
             columns.setdefault(name, []).append((number, here, there))
+            if name in checked:
+                columns.setdefault(outcomes_.CHECKS, []).append((number, here, there))
     slices = tuple(document.slice for document in documents)
     order = [outcomes_.CHECKS, *(outcome.name for outcome in outcomes_.OUTCOMES)]
     found = {}
@@ -147,22 +150,32 @@ def _outcome(
         documents=numbers,
         artifact=ours,
         baseline=theirs,
-        figures=_figures(ours, theirs),
-        slices={name: _of_slice(ours, theirs, places) for name, places in parts.items()},
+        figures=_figures(numbers, ours, theirs, range(len(numbers))),
+        slices={name: _of_slice(numbers, ours, theirs, places) for name, places in parts.items()},
     )
 
 
-def _figures(ours: tuple[float, ...], theirs: tuple[float, ...] | None) -> ScoreFigures:
-    return tasks.figures("mean", ours, theirs, tuple(range(len(ours))))
-
-
-def _of_slice(ours: tuple[float, ...], theirs: tuple[float, ...] | None, places: Sequence[int]) -> ScoreFigures:
-    """Make the figures of a slice; one of fewer than `FEWEST_OF_A_SLICE` documents has no bounds to decide by."""
-    found = _figures(
+def _figures(
+    numbers: tuple[int, ...], ours: tuple[float, ...], theirs: tuple[float, ...] | None, places: Sequence[int]
+) -> ScoreFigures:
+    """Make the figures of the values at some places, over their documents."""
+    clusters: dict[int, int] = {}
+    for place in places:
+        clusters.setdefault(numbers[place], len(clusters))
+    return tasks.figures(
+        "mean",
         tuple(ours[place] for place in places),
         None if theirs is None else tuple(theirs[place] for place in places),
+        tuple(clusters[numbers[place]] for place in places),
     )
-    if len(places) >= FEWEST_OF_A_SLICE:
+
+
+def _of_slice(
+    numbers: tuple[int, ...], ours: tuple[float, ...], theirs: tuple[float, ...] | None, places: Sequence[int]
+) -> ScoreFigures:
+    """Make the figures of a slice; one of fewer than `FEWEST_OF_A_SLICE` documents has no bounds to decide by."""
+    found = _figures(numbers, ours, theirs, places)
+    if len({numbers[place] for place in places}) >= FEWEST_OF_A_SLICE:
         return found
     return ScoreFigures(
         artifact=_bare(found.artifact),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmforge.metrics.behaviour import json_schema
+from llmforge.metrics.behaviour import json_schema, results
 from llmforge.metrics.behaviour.answer import BehaviourAnswer, MadeCall
 from llmforge.metrics.behaviour.document import BehaviourDocument
 from llmforge.metrics.behaviour.instructions import Instructions
@@ -51,10 +51,13 @@ def ours(asked: BehaviourDocument, answer: BehaviourAnswer, theirs: BehaviourAns
 )  # fmt: skip
 def test_arguments_are_held_to_the_schema_and_to_what_is_expected(arguments: str, valid: int, equal: int) -> None:
     asked = document(tools=[TOOL], expected=[{"name": "set_timer", "arguments": {"minutes": 5}}])
-    found = ours(asked, BehaviourAnswer("", (MadeCall("set_timer", arguments),)))
+    answer = BehaviourAnswer("", (MadeCall("set_timer", arguments),))
+    found = ours(asked, answer)
     assert found["tool_decision"] == found["tool_choice"] == 1
     assert (found["tool_arguments_valid"], found["tool_arguments"]) == (valid, equal)
-    assert found["checks"] == (2 + valid + equal) / 4
+    asked_for = results.measured([asked], [answer], [NONE], engine="", baseline="")
+    assert asked_for.outcomes["checks"].artifact == (1, 1, valid, equal)
+    assert asked_for.outcomes["checks"].documents == (0, 0, 0, 0)
 
 
 def test_a_call_that_is_missing_and_one_too_many_are_wrong() -> None:
