@@ -150,7 +150,11 @@ def sampled_kld(reference: Told, served: Told, token: int, logprob: float) -> fl
 def same_top(reference: Told, served: Told) -> Bounds:
     """Bound whether both have the same most likely token: 0 or 1."""
     ours, theirs = set(served.tops), set(reference.tops)
-    can = bool(ours & theirs) or (-1 in ours and _may_lead(served, theirs)) or (-1 in theirs and _may_lead(reference, ours))
+    can = (
+        bool(ours & theirs)
+        or (-1 in ours and _may_lead(served, theirs))
+        or (-1 in theirs and _may_lead(reference, ours))
+    )
     must = len(ours) == len(theirs) == 1 and ours == theirs
     return float(must), float(can)
 
