@@ -227,28 +227,31 @@ class ServedLogprobs:
 
     def _open_next(self, ids: Sequence[int]) -> None:
         self.top = self._most(lambda top: self._generated(ids[:1], top))
-        plain = self._generated(ids[:-1], self.top)[0]
-        unlikely = next(token for token in range(self.names.vocabulary) if token not in plain.ids[:1].tolist())
-        likeliest = int(plain.ids[int(plain.logprobs.argmax())])
-        unlikely = ids[-1] if ids[-1] != likeliest else unlikely
+        plain, named, _ = self._generated(ids[:-1], self.top)
+        likeliest = int(plain.ids[plain.logprobs.argmax()])
+        unlikely = next(token for token in (ids[-1], 0, 1) if token != likeliest)
         try:
-            _, token, logprob = self._generated(ids[:-1], self.top, unlikely)
-            self.forces = self.names.may_be(token, unlikely) and logprob < plain.highest - CLOSE
-        except RunFailed:
-            self.forces = False
+            _, name, logprob = self._generated(ids[:-1], self.top, unlikely)
+        except RunFailed:  # it takes no `logit_bias`
+            return
+        if self.names.may_be(name, unlikely):
+            self.forces = logprob < plain.highest - CLOSE
+        elif name != named:  # else it ignores the bias
+            raise ValueError(f"it calls token {unlikely} {name!r}")
 
     def _next(self, ids: Sequence[int], forced: int, target: int) -> Place:
         assert self.top is not None
         if forced < 0 or not self.forces:
             return Place(self._generated(ids, self.top)[0])
-        told, token, logprob = self._generated(ids, self.top, forced)
-        self._is(token, forced)
-        if target not in told.ids and target != forced:
-            _, other, of_target = self._generated(ids, self.top, target)
-            self._is(other, target)
-            told = Told(
-                np.append(told.ids, target), np.append(told.logprobs, of_target), told.vocabulary, told.largest_other
-            )
+        told, name, logprob = self._generated(ids, self.top, forced)
+        self._is(name, forced)
+        if target not in told.ids:  # whatever was drawn, or the estimate would have a bias
+            of_target = logprob
+            if target != forced:
+                _, name, of_target = self._generated(ids, self.top, target)
+                self._is(name, target)
+            known = np.append(told.ids, target), np.append(told.logprobs, of_target)
+            told = Told(*known, told.vocabulary, told.largest_other)
         return Place(told, (forced, logprob))
 
     def _is(self, name: str, token: int) -> None:
