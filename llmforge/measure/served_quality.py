@@ -78,7 +78,8 @@ def compare(
             if not len(place.told.ids) or (other is not None and not len(other.ids)):
                 untold += 1
                 continue
-            vocabulary, listed = max(vocabulary, place.told.vocabulary), max(listed, min(len(place.told.ids), served.top or 1))
+            vocabulary = max(vocabulary, place.told.vocabulary)
+            listed = max(listed, min(len(place.told.ids), served.top or 1))
             shares.append(1.0 - place.told.left)
             sampled = None
             if place.forced is not None and other is not None:

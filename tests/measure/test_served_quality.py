@@ -103,8 +103,11 @@ def test_rows_that_lie_a_place_too_far_are_put_right() -> None:
     require_bounds(quality, skipped=1)  # of the first no row is there
     assert quality.tokens_left_out == len(WINDOWS)
     whole, _ = measured("echo-shifted", 1000)
-    rows = [score(reference(w.ids.tolist())[1:-1], served_logits(w.ids.tolist())[1:-1], w.ids[2:], (KLD,)) for w in WINDOWS]
-    assert whole.figures["kld_mean"].at_least.value == pytest.approx(np.mean([row["kld"] for row in rows]), abs=1e-6)
+    found = []
+    for window in WINDOWS:
+        both = [logits(window.ids.tolist())[1:-1] for logits in (reference, served_logits)]
+        found.append(score(*both, window.ids[2:], (KLD,))["kld"])
+    assert whole.figures["kld_mean"].at_least.value == pytest.approx(np.mean(found), abs=1e-6)
     low, high = (getattr(quality.figures["kld_mean"], side).value for side in ("at_least", "at_most"))
     assert low <= whole.figures["kld_mean"].at_least.value <= high
 
@@ -159,7 +162,9 @@ def test_without_a_reference_there_is_perplexity() -> None:
 
 
 def test_what_tells_nothing_is_refused_with_what_was_tried() -> None:
-    with pytest.raises(UnsupportedError, match=r"prompt_logprobs: .*HTTP 400.*echo: .*HTTP 400.*logprobs: another shape"):
+    with pytest.raises(
+        UnsupportedError, match=r"prompt_logprobs: .*HTTP 400.*echo: .*HTTP 400.*logprobs: another shape"
+    ):
         measured("nothing", 8)
 
 

@@ -81,7 +81,8 @@ class CompletionsServer:
         if self.gives == "biased":
             for token, bias in body.get("logit_bias", {}).items():
                 rows[:, int(token)] += bias
-            rows -= np.log(np.exp(rows - rows.max(-1, keepdims=True)).sum(-1, keepdims=True)) + rows.max(-1, keepdims=True)
+            rows -= rows.max(-1, keepdims=True)
+            rows -= np.log(np.exp(rows).sum(-1, keepdims=True))
         name = self.tokenizer.id_to_token
 
         def told(row: NDArray[np.float64], own: int) -> dict[str, float]:
