@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CONFTEST = """
 import sys
 sys.path.insert(0, {root!r})
@@ -30,6 +32,7 @@ def test_that_hangs():
 """
 
 
+@pytest.mark.thorough
 def test_a_run_that_stalls_ends_with_its_stacks(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "conftest.py").write_text(CONFTEST.format(root=str(Path(__file__).parents[1])))

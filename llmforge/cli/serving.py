@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llmforge.backends import of_provider
-from llmforge.base import extras, process
+from llmforge.base import extras, process, remembered
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
 from llmforge.cli.parameters import (
@@ -29,6 +29,7 @@ from llmforge.cli.parameters import (
     keep_quiet,
     record,
     refuse_given,
+    require_given,
     server_of,
     tool_prompt_option,
 )
@@ -80,6 +81,17 @@ Example:
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Cancel requests that take longer.")
 @engine_options
 @click.option(
+    "--prefixes",
+    "prefix_file",
+    type=PATH,
+    metavar="FILE.jsonl",
+    help="What prompts begin with, computed before the first request: a JSON object with messages or prompt a line.",
+)
+@click.option(
+    "--prefix-store", type=PATH, metavar="FOLDER",
+    help="Folder that keeps what was computed of --prefixes. Defaults to a folder in your cache folder.",
+)  # fmt: skip
+@click.option(
     "--api-key-file", "key_file", type=PATH, metavar="FILE",
     help="API keys of which requests must have one, a line each: KEY, or KEY NAME requests=N tokens=N concurrent=N "
     "(a minute, and at once). Also from LLMFORGE_API_KEYS, separated by commas.",
@@ -129,7 +141,15 @@ def serve(artifact: Path, **given: Any) -> None:
     admit(opened, options.allow, options.rehash, require_signature=options.require_signature, key=options.key)
     model = options.name or opened.manifest.name
     template = chosen(opened.path / "tokenizer", options.chat_template, tool_prompt=options.tool_prompt)
-    engine = EngineProcess(opened.path, record(EngineOptions, given), options.threads, template=template)
+    if options.prefix_file is None:
+        require_given("--prefixes", "prefix_store")
+    engine = EngineProcess(
+        opened.path,
+        record(EngineOptions, {**given, "prefix_store": _prefix_store(options)}),
+        options.threads,
+        template=template,
+        prefixes=options.prefix_file,
+    )
 
     def announce(url: str) -> None:
         _announce(f"{model} ({opened.manifest.version})", url, engine)
@@ -137,6 +157,13 @@ def serve(artifact: Path, **given: Any) -> None:
             console.say("note: everybody who reaches this address may use it; --api-key-file asks for keys")
 
     server.run(engine, model, address, announce, policy, _log if options.access_log else None, telemetry)
+
+
+def _prefix_store(options: _ServeOptions) -> Path | None:
+    """Choose where prefixes are kept."""
+    if options.prefix_file is None:
+        return None
+    return options.prefix_store or remembered.home() / "prefixes"
 
 
 @dataclass(frozen=True)
@@ -147,6 +174,8 @@ class _ServeOptions:
     chat_template: Path | None
     tool_prompt: bool
     threads: int | None
+    prefix_file: Path | None
+    prefix_store: Path | None
     key_file: Path | None
     hosts: tuple[str, ...]
     origins: tuple[str, ...]

@@ -7,12 +7,15 @@ memory (ray#45257). Tasks return paths and figures: the object store of a local 
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import socket
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent import futures
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from llmforge.base.errors import EnvironmentLacks
 from llmforge.farm import worker
@@ -24,6 +27,8 @@ _PAUSE_S = 0.5
 _LOOK_S = 2.0  # between two looks at the head
 _ASK_S = 120.0  # in which a node must answer; to start a worker takes 5 to 20 s on a busy machine
 _NODE_ID = "ray.io/node-id"  # label that Ray gives each node
+
+_Answer = TypeVar("_Answer")
 
 
 class ClusterLost(EnvironmentLacks):
@@ -90,7 +95,6 @@ class Farm:
 
     def submit(self, name: str, job: Job, place: NodePlacement) -> None:
         """Hand a job in; what it tells goes by `name`."""
-        self._reach()
         no = sorted({*self.out, *place.avoided})
         run = self.ray.remote(_run).options(
             name=name,
@@ -101,13 +105,13 @@ class Farm:
             max_retries=0,
             **({"label_selector": {_NODE_ID: f"!in({','.join(no)})"}} if no else {}),
         )
-        reference = run.remote(name, job, self._board)
+        reference = self._asked(lambda: run.remote(name, job, self._board))
         self._tasks[reference] = RayTask(name, reference)
 
     def withdraw(self, name: str) -> None:
         """End a job now, or take it back where it has not begun."""
         for reference in [each for each, task in self._tasks.items() if task.name == name]:
-            self.ray.cancel(reference, force=True)
+            self._asked(functools.partial(self.ray.cancel, reference, force=True))
             del self._tasks[reference]
 
     def is_alive(self, node: str) -> bool:
@@ -135,12 +139,15 @@ class Farm:
         """
         strategy = self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         asked = [each for each in self.names() if each not in self.out] if nodes is None else nodes
-        references = {
-            self.ray.remote(function)
-            .options(num_cpus=0, max_retries=0, scheduling_strategy=strategy(each, soft=False))
-            .remote(*arguments, **options): each
-            for each in asked
-        }
+        task = self.ray.remote(function)
+        references = self._asked(
+            lambda: {
+                task.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy(each, soft=False)).remote(
+                    *arguments, **options
+                ): each
+                for each in asked
+            }
+        )
         found: dict[str, Any] = {}
         waiting, until = list(references), time.monotonic() + _ASK_S
         while waiting and time.monotonic() < until:
@@ -164,7 +171,7 @@ class Farm:
         """
         self._look()
         if self._news is None:
-            self._news = self._board.take.remote()
+            self._news = self._asked(self._board.take.remote)
         # The board answers at once: it is not waited for, or nobody would wait.
         ready, _ = self.ray.wait(list(self._tasks), num_returns=1, timeout=seconds)
         told: list[tuple[str, dict[str, Any]]] = []
@@ -190,13 +197,34 @@ class Farm:
             self._answers()
 
     def _alive(self) -> list[dict[str, Any]]:
-        """List the nodes that are alive; the head is not asked before it takes a connection: Ray would wait for it.
+        """List the nodes that are alive.
 
         Raises:
-            ClusterLost: it does not for a while.
+            ClusterLost: the head does not answer any more.
+        """
+        return [node for node in self._asked(self.ray.nodes) if node["Alive"]]
+
+    def _asked(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Call what asks the head, which is looked after meanwhile: Ray waits for a lost one until it ends the process.
+
+        Raises:
+            ClusterLost: the head does not answer any more.
         """
         self._reach()
-        return [node for node in self.ray.nodes() if node["Alive"]]
+        if self._head is None:
+            return ask()
+        answer: futures.Future[_Answer] = futures.Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(ask())
+            except Exception as error:  # noqa: BLE001 (raised by whoever waits)
+                answer.set_exception(error)
+
+        threading.Thread(target=run, name="question to Ray", daemon=True).start()
+        while not futures.wait([answer], timeout=_LOOK_S).done:
+            self._reach()
+        return answer.result()
 
     def _reach(self) -> None:
         """Wait until the head takes a connection.

@@ -6,7 +6,7 @@ Each folder of `llmforge.backends` whose engines run here has a `session`, the d
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -71,6 +71,10 @@ class Rows(ABC):
         """Make `copies` of rows of `source`, of which none writes what another one reads."""
         for row, start, source_row, source_start, tokens in copies:
             self.copy(row, start, source, source_row, source_start, tokens)
+
+    def row_arrays(self, row: int) -> Mapping[str, NDArray[Any]] | None:
+        """Give the arrays of one row, by names, to be read and written in place; None: they are on a device."""
+        return None
 
 
 C = TypeVar("C", bound=Rows)

@@ -24,6 +24,7 @@ from llmforge.serving import template_worker
 
 MOST_BYTES = 256 << 10  # of a template: the largest that are known have 30 kB
 START_S = 30.0  # for a process on a busy machine
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers' `apply_chat_template` takes them
 SMALL = 32 << 10  # characters of a conversation; longer ones wait for each other only
 RENDER_S = 3.0  # of wall clock for one text, in which it gets `template_worker.CPU_S` of CPU time
 
@@ -127,7 +128,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any],
     ) -> str:
-        values = {"messages": list(messages), "tools": list(tools) or None, "documents": None, **options}
+        named = [_with_reasoning(message) for message in messages]
+        values = {"messages": named, "tools": list(tools) or None, "documents": None, **options}
         try:
             line = json.dumps(values)
         except (TypeError, ValueError, RecursionError) as error:
@@ -142,6 +144,12 @@ class ChatTemplate:
 
     def _failed(self, why: str) -> ForgeError:
         return InputError(f"{self.where}: the chat template cannot render these messages: {why}")
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Name what an assistant thought as templates read it, by any of its names: gpt-oss' reads `thinking`."""
+    given = [message[name] for name in _REASONING if isinstance(message, Mapping) and message.get(name) is not None]
+    return {"thinking": given[0], **message, "reasoning_content": given[0]} if given else message
 
 
 class _Renderer:

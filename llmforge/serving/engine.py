@@ -11,10 +11,12 @@ from typing import Any
 
 from llmforge.base.errors import InputError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
+from llmforge.serving import saved_prefixes
 from llmforge.serving.interface import EngineOptions, EngineStats, Serving
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Receiver, Request
 from llmforge.serving.runner import Runner, load
+from llmforge.serving.saved_prefixes import PrefixStore
 from llmforge.serving.scheduler import Scheduler, scheduler_of
 from llmforge.serving.sequence import Sequence, Ticket
 from llmforge.serving.speculation import DraftModel, PromptLookup, Proposer, Speculation
@@ -31,14 +33,22 @@ class Engine(Serving):
         runner: the artifact.
         options: how to serve; None: the defaults.
         draft: the artifact that drafts tokens, with `speculation` "draft-model".
+        store: where the options' prefixes are kept; None: nowhere.
 
     Raises:
+        OSError: a prefix cannot be written.
         UsageError: the options and `draft` do not belong together, or the prefix cache has no room for one block.
         InputError: `draft` has another vocabulary.
         UnsupportedError: `draft` cannot take tokens back.
     """
 
-    def __init__(self, runner: Runner, options: EngineOptions | None = None, draft: Runner | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        options: EngineOptions | None = None,
+        draft: Runner | None = None,
+        store: PrefixStore | None = None,
+    ) -> None:
         self.runner = runner
         self.options = options = options or EngineOptions()
         proposer = _proposer(runner, options, draft)
@@ -50,6 +60,7 @@ class Engine(Serving):
             speculation=None if proposer is None else Speculation(proposer),
             adapters=runner.config.adapters,
         )
+        saved_prefixes.fill(self._scheduler, options.prefixes, store)
         self._wake = threading.Condition()
         # Guarded by `_wake`: what callers hand to the thread, and what it tells them.
         self._arrivals: list[Sequence] = []
@@ -72,7 +83,13 @@ class Engine(Serving):
         device: int = 0,
     ) -> Engine:
         """Load an artifact, and one that drafts for it, and serve; raises what `load` and `Engine` raise."""
-        return cls(load(artifact, threads, device), options, None if draft is None else load(draft, threads, device))
+        folder = None if options is None else options.prefix_store
+        return cls(
+            load(artifact, threads, device),
+            options,
+            None if draft is None else load(draft, threads, device),
+            None if folder is None else PrefixStore(folder, artifact),
+        )
 
     def submit(self, request: Request, receive: Receiver, submitted: float | None = None) -> Ticket:
         """Take on a request; `receive` gets its chunks, the last one with a finish reason, or one error.

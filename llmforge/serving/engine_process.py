@@ -7,7 +7,7 @@ import itertools
 import logging
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llmforge.base import interpreter
@@ -18,6 +18,7 @@ from llmforge.serving.chat import ChatTemplate
 from llmforge.serving.interface import EngineOptions, EngineStats, Serving
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Receiver, Request
+from llmforge.serving.saved_prefixes import read_prefixes
 from llmforge.serving.sequence import Ticket
 
 _WORKER = "llmforge.serving.engine_worker"
@@ -49,6 +50,7 @@ class EngineProcess(Serving):
         server: the id of the process that this one works for: when it ends, so does this one, by a signal.
         files: what `server` removes when it ends; should it be killed, they are removed all the same.
         template: for chats, in place of the artifact's own.
+        prefixes: a file of what prompts begin with (`saved_prefixes.read_prefixes`), in place of the options'.
 
     Raises:
         EnvironmentLacks: no process can be started, or it ended while it loaded.
@@ -65,9 +67,12 @@ class EngineProcess(Serving):
         server: int | None = None,
         files: tuple[Path, ...] = (),
         template: ChatTemplate | None = None,
+        prefixes: Path | None = None,
     ) -> None:
-        self.options = options or EngineOptions()
         self._encoder = PromptEncoder.read(artifact, template)
+        self.options = options or EngineOptions()
+        if prefixes is not None:
+            self.options = options = replace(self.options, prefixes=read_prefixes(prefixes, self._encoder))
         command = interpreter.command(_WORKER, "running the engine")
         self._process = ChildProcess(command, "the engine's process cannot be started")
         self._pipe = self._process.pipe()

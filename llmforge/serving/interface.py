@@ -6,10 +6,12 @@ import queue
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Self
 
 from llmforge.base.errors import ForgeError, UsageError
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
+from llmforge.serving.prefix_cache import Prefix
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Chunk, Receiver, Request
 from llmforge.serving.sequence import Ticket
@@ -24,7 +26,8 @@ class EngineOptions:
     evenly, and prefill slower. `prefix_cache_bytes` bounds the prefix cache (0: there is none). `speculation`
     "prompt-lookup" drafts tokens from the text itself, "draft-model" by a second artifact; drafts are verified where
     that was measured to be faster, and outputs stay what they are but for ties within the rounding of a kernel.
-    `timeout_s` is the default deadline of a request of their own.
+    `timeout_s` is the default deadline of a request of their own. `prefixes` are in the prefix cache from the start,
+    from files in `prefix_store` where they are there; what is not is computed, and written there.
     """
 
     max_queue: int = 128
@@ -32,6 +35,8 @@ class EngineOptions:
     prefix_cache_bytes: int = 512 << 20
     speculation: Literal["off", "prompt-lookup", "draft-model"] = "off"
     timeout_s: float | None = None
+    prefixes: tuple[Prefix, ...] = ()
+    prefix_store: Path | None = None
 
     def __post_init__(self) -> None:
         if self.max_queue < 0:

@@ -13,17 +13,26 @@ that no block goes before those that follow it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError
 from llmforge.runtime.interface import C, Decoder, RowCopy
 
 # Short enough that little is read again (half a block on average), long enough that copying and looking up cost little.
 BLOCK = 32
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What prompts begin with, by its name."""
+
+    name: str
+    ids: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -74,19 +83,43 @@ class PrefixCache(Generic[C]):
 
         A text that is longer than all the memory is stored as far as that reaches.
         """
-        count = min(len(tokens) // BLOCK, self.capacity)
+        added = self._add(tokens, min(len(tokens) // BLOCK, self.capacity), adapter)
+        self._pool.copy_all(cache, [RowCopy(block.row, 0, row, i * BLOCK, BLOCK) for i, block in added])
+
+    def read(self, tokens: Sequence[int]) -> dict[str, NDArray[Any]] | None:
+        """Copy what is stored of `tokens`: arrays [blocks, …] by names; None: they are on a device."""
+        rows = [self._pool.row_arrays(block.row) for block in self._path(tokens, len(tokens) // BLOCK, 0)]
+        if not rows or any(row is None for row in rows):
+            return None
+        found = [row for row in rows if row is not None]
+        return {name: np.stack([row[name] for row in found]) for name in found[0]}
+
+    def write(self, tokens: Sequence[int], arrays: Mapping[str, NDArray[Any]]) -> bool:
+        """Store `tokens` from what `read` gave; return whether the arrays are those of whole blocks of this cache."""
+        like = self._pool.row_arrays(0)
+        count = len(tokens) // BLOCK
+        if like is None or count > self.capacity or like.keys() != arrays.keys():
+            return False
+        if any(arrays[name].shape != (count, *a.shape) or arrays[name].dtype != a.dtype for name, a in like.items()):
+            return False
+        for i, block in self._add(tokens, count, 0):
+            for name, array in (self._pool.row_arrays(block.row) or {}).items():
+                array[...] = arrays[name][i]
+        return True
+
+    def _add(self, tokens: Sequence[int], count: int, adapter: int) -> list[tuple[int, _Block]]:
+        """Make room for the first `count` blocks of `tokens`; return those that were not there, by their numbers."""
         path = self._path(tokens, count, adapter)
         self._touch(path)  # so none of them is the oldest: others are, or there is room
-        copies = []
-        for i in range(len(path), count):
+        first = len(path)
+        for i in range(first, count):
             row_of_pool = self._free.pop() if self._free else self._evict()
-            copies.append(RowCopy(row_of_pool, 0, row, i * BLOCK, BLOCK))
             block = _Block(row_of_pool, _key(tokens, i, adapter), path[-1].children if path else self._roots)
             block.siblings[block.key] = block
             self._lru[block] = None
             path.append(block)
-        self._pool.copy_all(cache, copies)
         self._touch(path)
+        return list(enumerate(path))[first:]
 
     def forget(self, tokens: Sequence[int], adapter: int = 0) -> None:
         """Drop the first block of `tokens` and all that follow it, in whatever texts."""

@@ -537,6 +537,7 @@ def builders(tmp_path: Path) -> Iterator[Builders]:
         yield Builders(process)
 
 
+@pytest.mark.thorough
 def test_killed_at_every_step(tmp_path: Path, builders: Builders) -> None:
     """Die just before the n-th change of the file system, for every n: the version is whole or hidden, never lost."""
     first = build(tmp_path / "first", files={"report/report.html": b"old"}).path

@@ -47,7 +47,7 @@ def readers(fuzz: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return {kind.name: kind for kind in fuzz.kinds(tmp_path_factory.mktemp("fuzz") / "kinds")}
 
 
-@pytest.mark.parametrize("cases", [200, pytest.param(1000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("cases", [60, pytest.param(1000, marks=pytest.mark.thorough)])
 def test_fuzzed_inputs(fuzz: ModuleType, tmp_path: Path, cases: int) -> None:
     """Some of what benchmarks/fuzz_inputs.py makes 10,000 of."""
     found = fuzz.run(cases, 2, 1, tmp_path)

@@ -79,6 +79,7 @@ def house_with(folder: Path, into: Path) -> None:
         file.write_text(text.replace(old, new), encoding="utf-8")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_own_build_cache")
 def test_a_backend_is_a_folder(tmp_path: Path) -> None:
     house_with(ROOT / "tests" / "backends" / "toy", tmp_path / "house")

@@ -497,6 +497,7 @@ def test_the_build_is_predicted_for_this_machine_whatever_the_target(
     assert "this machine is now 0.50× as fast in matrix products and 0.50× in Python" in shown
 
 
+@pytest.mark.thorough
 def test_calibration_over_workers_is_predicted() -> None:
     recipe = ROOT / "recipes" / "quickstart.yaml"
     options = ("--target", "cpu-avx512-vnni")

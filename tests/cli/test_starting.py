@@ -248,6 +248,7 @@ def test_names_of_folders_become_names(folder: str) -> None:
     assert is_name(starting.name_of(Path("a") / folder))
 
 
+@pytest.mark.thorough
 def test_up_builds_and_serves(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server itself is another test's; here: that it gets the artifact of the recipe that was written."""
     served: list[dict[str, Any]] = []

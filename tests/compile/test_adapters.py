@@ -118,6 +118,7 @@ def test_a_recipe_without_adapters_keeps_its_version(recipe: Write) -> None:
     assert "adapters" not in recipe().resolved()
 
 
+@pytest.mark.thorough
 def test_adapters_kept_apart_are_chosen_by_requests(recipe: Write, tmp_path: Path, tiny_checkpoint: Path) -> None:
     for seed, name in enumerate(("one", "two")):
         write_adapter(tmp_path / name, tiny_checkpoint, seed=seed, rank=4 + seed)

@@ -41,6 +41,7 @@ def opened(result: Result) -> tuple[Path, PassRecord]:
     return path, records.read(Artifact.open(path)).passes[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("shared_build_cache")
 def test_layers_retreat_and_everything_names_them(recipe_file: Path, tmp_path: Path) -> None:
     out, tight = tmp_path / "out", {"kld_mean": 0.0025}

@@ -370,6 +370,7 @@ def test_changed_code_proves_what_it_computes_again(
     assert "Calibrate: all layers reused" not in recorded.titles
 
 
+@pytest.mark.thorough
 def test_flipped_bits_are_noticed_said_and_computed_again(recipe: Write, done: Done, tmp_path: Path) -> None:
     done.cache(tmp_path)
     harmed = 0
@@ -485,7 +486,7 @@ def wait_for_proofs(cache: Path, count: int) -> None:
     ("stage", "least"),
     [
         pytest.param("Calibrate", 0, marks=pytest.mark.slow),
-        ("Pass flash-attention", 2),
+        pytest.param("Pass flash-attention", 2, marks=pytest.mark.thorough),
         pytest.param("Pass quantize-kv-cache", 3, marks=pytest.mark.slow),
     ],
 )
@@ -579,6 +580,7 @@ def test_a_pass_cannot_read_the_target(bf16_llama: tuple[Checkpoint, ir.Model]) 
     assert caught.value.__notes__ == ["in pass fuse-norms"]
 
 
+@pytest.mark.thorough
 def test_a_late_change_imports_neither_torch_nor_transformers(recipe: Write, done: Done, tmp_path: Path) -> None:
     """They take longer to import than all that is left to do."""
     done.cache(tmp_path, "trace", "trace-proof")

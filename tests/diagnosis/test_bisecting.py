@@ -97,6 +97,7 @@ def progress() -> Any:
     return Silent()
 
 
+@pytest.mark.thorough
 def test_one_matrix_in_two_bits_is_found(fused: ir.Model, windows: list[TokenWindow], tmp_path: Path) -> None:
     lossy = weights(fused)
     name = next(n for n, v in fused.graph.initializers.items() if graph.sources(v) == [O_PROJ])

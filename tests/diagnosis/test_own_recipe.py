@@ -56,6 +56,7 @@ def built(tmp_path: Path, tiny_checkpoint: Path) -> Path:
     return Path(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough
 def test_an_artifact_is_enough_as_long_as_its_inputs_lie_where_they_were(
     built: Path, tmp_path: Path, tiny_checkpoint: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -75,6 +76,32 @@ def test_a_head_that_goes_away_is_lost_soon_and_not_asked(head: socket.socket, m
     assert ray.asked == asked
     assert time.monotonic() - began < 5
     assert farm.states() == {}
+
+
+def test_a_question_that_hangs_with_its_head_is_given_up(head: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("_LOST_S", 0.5), ("_PAUSE_S", 0.05), ("_LOOK_S", 0.1)):
+        monkeypatch.setattr(cluster, name, seconds)
+    ray, hangs = FakeRay(head.getsockname()[1]), threading.Event()
+    farm = Farm(ray, "10.0.0.1:6379")
+
+    def nodes() -> list[dict[str, Any]]:
+        head.close()  # it is lost after it was seen, and Ray waits for it
+        hangs.wait(60)
+        return []
+
+    monkeypatch.setattr(ray, "nodes", nodes)
+    began = time.monotonic()
+    with pytest.raises(ClusterLost, match="does not answer any more"):
+        farm.nodes()
+    hangs.set()
+    assert time.monotonic() - began < 10
+
+
+def test_what_ray_raises_is_raised(head: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = FakeRay(head.getsockname()[1])
+    monkeypatch.setattr(ray, "nodes", lambda: [][1])
+    with pytest.raises(IndexError):
+        Farm(ray, "10.0.0.1:6379").nodes()
 
 
 def test_nodes_have_names(head: socket.socket) -> None:

@@ -131,6 +131,7 @@ def test_the_recipe_must_measure_what_is_asked_for(tmp_path: Path) -> None:
         searching.check(replace(of, overrides=("validation.latency=null",), objectives=("tpot_p50_ms",)))
 
 
+@pytest.mark.thorough
 @needs_optuna
 def test_a_search_finds_the_front_and_writes_its_recipe(tmp_path: Path) -> None:
     of = search(tmp_path)
@@ -219,6 +220,7 @@ def test_failed_builds_and_budgets(tmp_path: Path) -> None:
     assert not searching.best(search(tmp_path), trials)
 
 
+@pytest.mark.thorough
 @needs_optuna
 def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
     run(search(tmp_path), FakeFarm(answer), 1)

@@ -79,7 +79,7 @@ def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> S3:
 
 
 @unclosed
-@pytest.mark.parametrize("kind", ["s3", "file"])
+@pytest.mark.parametrize("kind", [pytest.param("s3", marks=pytest.mark.thorough), "file"])
 def test_hosts_that_publish_at_once_lose_nothing(
     tmp_path: Path, kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,6 +166,7 @@ def test_a_change_is_drawn_around_zero_and_true_to_scale(tmp_path: Path) -> None
     assert charts.change(found["tpot_p50_ms"]) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_nothing_is_cut_off_in_a_window_of_a_telephone_or_a_desk(tmp_path: Path) -> None:
     frames = []
@@ -199,6 +200,7 @@ _LOOK = """addEventListener("load", () => {
 });"""
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 def test_both_color_schemes_are_drawn(tmp_path: Path) -> None:
     page = tmp_path / "page.html"

@@ -108,7 +108,7 @@ def alone(slots) -> list[list[Chunk]]:
 
 
 @pytest.mark.parametrize(
-    "wrong", [None, pytest.param(0.0, marks=pytest.mark.thorough), 0.3]
+    "wrong", [*(pytest.param(each, marks=pytest.mark.thorough) for each in (None, 0.0)), 0.3]
 )  # of the device's guesses; None: it makes none
 def test_two_hundred_requests_over_far_too_few_blocks_get_the_text_that_each_gets_alone(
     wrong, slots, session, guessing, alone, monkeypatch

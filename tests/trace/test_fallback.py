@@ -22,6 +22,7 @@ from llmforge.verification.trace_verifier import prove_candidate, verify_trace
 from ..sweep import compare, shrink
 
 pytestmark = [
+    pytest.mark.thorough,
     pytest.mark.filterwarnings("ignore"),  # transformers' own, about its models
     pytest.mark.xdist_group("trace_fallback"),
 ]

@@ -216,6 +216,7 @@ def _hang(model_type: str) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("work", "outcome", "reason"),
     [

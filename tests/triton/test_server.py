@@ -451,6 +451,39 @@ class TestCancelling:
         taken = server.wait_for("random", requests_running=0, **{"answers_total:cancelled": before + 1})
         assert taken < 2.0
 
+    @pytest.mark.thorough
+    def test_500_streams_closed_at_random_moments_leave_the_server_as_it_was(self, server: Server) -> None:
+        before = server.settled("random")
+        random = np.random.default_rng(20261128)
+        body = {"text_input": "a", "max_tokens": LONG, "ignore_eos": True, "stream": True}
+
+        def close(lines: int) -> None:
+            with server.open("/v2/models/random/generate_stream", body, wait=lines > 0) as response:
+                for _ in range(lines):
+                    assert response is not None
+                    response.readline()
+
+        inputs = {"text_input": text("a"), "max_tokens": ["INT32", [LONG]], "stream": ["BOOL", [True]]}
+        for _ in range(10):
+            with ThreadPoolExecutor(25) as pool:
+                closed = [pool.submit(close, int(lines)) for lines in random.integers(0, 12, 25)]
+                server.ask(
+                    "random",
+                    *({"inputs": inputs, "parameters": {"ignore_eos": True}, "cancel_after": int(after)}
+                      for after in random.integers(1, 12, 25)),
+                )  # fmt: skip
+                for each in closed:
+                    each.result()
+        assert server.process.poll() is None
+        server.wait_for("random", requests_running=0, requests_waiting=0)
+        after = server.settled("random")
+        ended = {
+            name: after.get(f"llmforge_answers_total:{name}", 0) - before.get(f"llmforge_answers_total:{name}", 0)
+            for name in ("cancelled", "refused")
+        }
+        assert ended["cancelled"] >= 250  # of 500; others found the queue full, or were closed before they were sent
+        assert server.generate("random", text_input="a", max_tokens=1).status == 200
+
     def test_a_deadline_ends_an_answer(self, server: Server) -> None:
         inputs = {"text_input": text("a"), "max_tokens": ["INT32", [LONG]], "stream": ["BOOL", [True]]}
         (answer,) = server.ask("random", {"inputs": inputs, "parameters": {"ignore_eos": True}, "timeout_us": 300_000})
@@ -598,6 +631,7 @@ class TestEnds:
             assert json.loads(last["usage"])["output_tokens"] == 2500
             assert server.process.wait(30) == 0
 
+    @pytest.mark.thorough
     def test_a_full_queue_has_the_status_unavailable(
         self, env: TritonEnv, artifacts: dict[str, Artifact], tmp_path: Path
     ) -> None:
@@ -693,6 +727,7 @@ def with_numpy_2(env: TritonEnv, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.thorough
 def test_what_a_build_publishes_serves_where_it_lies(
     env: TritonEnv, artifacts: dict[str, Artifact], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -138,6 +138,7 @@ def recipe(tmp_path: Path, tiny_checkpoint: Path) -> Recipe:
     return Recipe.load(tiny_recipes.write(tmp_path, tiny_checkpoint, passes, {}))
 
 
+@pytest.mark.thorough
 def test_a_report_says_that_the_engine_was_compared(recipe: Recipe, tmp_path: Path) -> None:
     result = pipeline.build(recipe, tmp_path / "out")
     assert any(line.startswith("engine: as written, it computes what was proven") for line in result.report.proven)

@@ -79,6 +79,10 @@ class HostCache(Rows):
                 copied = source.buffers[name][source_row, :, source_start : source_start + tokens]
                 buffer[row, :, start : start + tokens] = copied
 
+    def row_arrays(self, row: int) -> Mapping[str, NDArray[Any]]:
+        """Give the buffers of one row, which share this cache's memory."""
+        return {name: buffer[row] for name, buffer in self.buffers.items()}
+
     @property
     def size_bytes(self) -> int:
         """Size of all buffers, touched or not."""

@@ -18,6 +18,23 @@ MOST_STOPS, LONGEST_STOP = 64, 1024
 
 
 @dataclass(frozen=True)
+class ThinkingBudget:
+    """How many `tokens` a sequence may think: then the token `end` is the only one that may come.
+
+    It thinks from its first token on where its prompt ended with the token `begin` (`begun`), else if that is its first
+    token.
+    """
+
+    tokens: int
+    begin: int
+    end: int
+    begun: bool
+
+    def __post_init__(self) -> None:
+        _within("thinking_token_budget", self.tokens, 0, math.inf, "0 or more")
+
+
+@dataclass(frozen=True)
 class Sampling:
     """How the tokens of one sequence are sampled, and where it ends. Every default leaves the model as it is.
 
@@ -25,7 +42,8 @@ class Sampling:
 
     1. `logprobs` are read from the model's own logits: temperature 1, nothing applied (None: none are given; 0: that of
        the sampled token; N: also the N most probable).
-    2. `constraint` forbids what would leave its grammar, and the end where the grammar is not complete.
+    2. `constraint` forbids what would leave its grammar, and the end where the grammar is not complete; `thinking`
+       forbids all but the end of thoughts where they have had their tokens.
     3. `min_tokens` forbids end-of-sequence and `stop_token_ids` until so many tokens are made. Where a constraint
        allows nothing but the end, the sequence ends.
     4. `logit_bias`, pairs of a token id and a number from -100 to 100, is added to the logits (OpenAI).
@@ -62,6 +80,7 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None
     constraint: Constraint | None = None
+    thinking: ThinkingBudget | None = None
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0, math.inf, "a finite number, 0 (greedy) or more")

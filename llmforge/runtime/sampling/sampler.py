@@ -108,9 +108,11 @@ class TokenSampler:
         self._penalties = Penalties(sampling, prompt)
         self._biased = np.array([token for token, _ in sampling.logit_bias], np.int64)
         self._bias = np.array([bias for _, bias in sampling.logit_bias], np.float32)
+        self._thinking = sampling.thinking is not None and sampling.thinking.begun
+        self._thought = 0  # tokens
         self._raw_logits = (
             constraint is None and not self._penalties.needed and not sampling.logit_bias and not sampling.min_tokens
-        )
+        ) and sampling.thinking is None
         # Nothing changes the logits, nobody asks for their probabilities: most tokens are decided by a head of the row,
         self.head_only = self._raw_logits and sampling.logprobs is None
         self.argmax_only = self.head_only and sampling.temperature == 0  # and greedy ones by the largest logit.
@@ -179,6 +181,10 @@ class TokenSampler:
         """Give a copy of `logits` [V] with steps 2 to 6 applied."""
         mask = None if self._constraint is None else self._constraint.mask()
         processed = logits.copy() if mask is None else logits + mask
+        budget = self.sampling.thinking
+        if budget is not None and self._thinking and self._thought >= budget.tokens:
+            kept, processed[:] = processed[budget.end], -np.inf
+            processed[budget.end] = kept
         if self._generated < self.sampling.min_tokens:
             stops = processed[self._stop_ids]
             processed[self._stop_ids] = -np.inf
@@ -190,6 +196,10 @@ class TokenSampler:
         return processed
 
     def _advance(self, token: int) -> None:
+        budget = self.sampling.thinking
+        if budget is not None:
+            self._thinking = token != budget.end and (self._thinking or (not self._generated and token == budget.begin))
+            self._thought += self._thinking and token != budget.begin
         self._generated += 1
         if self._penalties.needed:
             self._penalties.count(token)

@@ -16,6 +16,7 @@ from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.parameters import NAMES, samplings_of
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol import reasoning, tools
+from llmforge.serving.protocol.harmony import HarmonyChannels, HarmonyParser
 from llmforge.serving.protocol.messages import encode_messages
 from llmforge.serving.protocol.reasoning import Reasoning, ReasoningParser
 from llmforge.serving.protocol.tool_calls import CallParser
@@ -42,6 +43,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "prediction": (),
     "reasoning_effort": (),
     "suffix": ("",),
+    "thinking_token_budget": (),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "verbosity": ("medium",),
@@ -68,7 +70,7 @@ class CompletionCall:
     stream: bool
     include_usage: bool  # a stream ends with a chunk of token counts
     parser: Callable[[], CallParser] | None = None  # of calls in an answer, one for each; None: none are looked for
-    reasoning: Callable[[], ReasoningParser] | None = None  # of thoughts in an answer, likewise
+    reasoning: Callable[[], ReasoningParser | HarmonyParser] | None = None  # of thoughts in an answer, likewise
 
     @property
     def logprobs(self) -> bool:
@@ -97,9 +99,14 @@ def chat_call(body: Any, encoder: PromptEncoder, model: str) -> CompletionCall:
     call = _call("chat", fields, {}, 1, adapter, encode)
     if use is not None:
         call = replace(call, requests=tuple(use.applied(each) for each in call.requests), parser=use.parser)
-    tags = Reasoning.find(encoder)
+    tags = HarmonyChannels.find(encoder) or Reasoning.find(encoder)
+    budget = fields.get(reasoning.BUDGET)
+    if budget is not None and not isinstance(tags, Reasoning):
+        raise UsageError(f"{reasoning.BUDGET}: the model has no tags of thoughts", hint=f"leave {reasoning.BUDGET} out")
     if tags is None:
         return call
+    if isinstance(tags, Reasoning) and budget is not None:
+        call = replace(call, requests=tuple(tags.limited(budget, each, encoder) for each in call.requests))
     first = call.requests[0]
     special = first.special_tokens | tags.special_tokens
     return replace(

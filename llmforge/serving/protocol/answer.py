@@ -7,6 +7,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmforge.serving.protocol.harmony import HarmonyParser
 from llmforge.serving.protocol.reasoning import ReasoningParser, Thought
 from llmforge.serving.protocol.tool_calls import CallDelta, CallParser, Piece
 
@@ -22,7 +23,7 @@ class AnswerReader:
     None: there are none, or none are looked for.
     """
 
-    def __init__(self, parser: CallParser | None, reasoning: ReasoningParser | None = None) -> None:
+    def __init__(self, parser: CallParser | None, reasoning: ReasoningParser | HarmonyParser | None = None) -> None:
         self._parser = parser
         self._reasoning = reasoning
         self.reasoning_tokens: int | None = None if reasoning is None else 0  # of thoughts and their tags

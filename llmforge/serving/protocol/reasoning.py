@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llmforge.base.errors import UsageError
 from llmforge.base.wording import quoted
-from llmforge.runtime.sampling.options import Sampling
+from llmforge.runtime.sampling.options import Sampling, ThinkingBudget
 from llmforge.serving.chat import ChatTemplate
 from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.request import Request
 
-FIELDS = frozenset({"chat_template_kwargs", "reasoning_effort"})
+BUDGET = "thinking_token_budget"  # vLLM's name
+FIELDS = frozenset({"chat_template_kwargs", "reasoning_effort", BUDGET})
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # OpenAI's
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates that are true or false: Qwen's, DeepSeek's
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # what templates get of the request
@@ -34,6 +36,7 @@ class Reasoning:
     begin: str
     end: str
     special_tokens: frozenset[int]  # that the tags are written with
+    tokens: tuple[int, int] = (-1, -1)  # the tags
 
     @classmethod
     def find(cls, encoder: PromptEncoder) -> Reasoning | None:
@@ -41,7 +44,7 @@ class Reasoning:
         for begin, end in _TAGS:
             first, last = (encoder.tokenizer.token_to_id(tag) for tag in (begin, end))
             if first is not None and last is not None:
-                return cls(begin, end, frozenset((first, last)))
+                return cls(begin, end, frozenset((first, last)), (first, last))
         return None
 
     def parser(
@@ -51,10 +54,31 @@ class Reasoning:
 
         An answer that is held to a form from its first token on has no room for thoughts.
         """
-        held = sampling.constraint is not None and sampling.constraint.trigger is None
+        begun = self._begun(prompt, encoder) and not _is_held(sampling)
+        return lambda: ReasoningParser(self, begun=begun)
+
+    def limited(self, tokens: Any, request: Request, encoder: PromptEncoder) -> Request:
+        """Let the answers to a request think for so many tokens at most.
+
+        Raises:
+            UsageError: the number makes no sense.
+        """
+        if type(tokens) is not int:
+            raise UsageError(f"{BUDGET} {quoted(tokens)}: expected a number of tokens, 0 or more")
+        if _is_held(request.sampling):
+            return request
+        budget = ThinkingBudget(tokens, *self.tokens, begun=self._begun(request.prompt, encoder))
+        return replace(request, sampling=replace(request.sampling, thinking=budget))
+
+    def _begun(self, prompt: Sequence[int], encoder: PromptEncoder) -> bool:
+        """Say if a prompt ends with the opening tag."""
         (tail,) = encoder.tokenizer.decode_batch([list(prompt[-_TAIL_TOKENS:])], skip_special_tokens=False)
-        begun = tail.rstrip().endswith(self.begin)
-        return lambda: ReasoningParser(self, begun=begun and not held)
+        return tail.rstrip().endswith(self.begin)
+
+
+def _is_held(sampling: Sampling) -> bool:
+    """Say if answers are held to a form from their first token on."""
+    return sampling.constraint is not None and sampling.constraint.trigger is None
 
 
 @dataclass(frozen=True)

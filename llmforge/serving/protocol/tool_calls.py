@@ -1,153 +1,15 @@
-"""Calls of tools in a model's text: the markups of checkpoints, and a parser of text that arrives in pieces."""
+"""Calls of tools in a model's text that arrives in pieces."""
 
 from __future__ import annotations
 
-import functools
+import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
-MOST_SPACE = 64  # characters of white space where a pattern has some
-MOST_BETWEEN = 128  # characters that "…" stands for
-
-_NAME = re.compile(r"[A-Za-z0-9_-]{0,64}")  # of a function, as OpenAI's API allows it
-_ELEMENT = re.compile(" |@|…|[^ @…]+")
-
-
-@dataclass(frozen=True)
-class Markup:
-    r"""How models write calls.
-
-    In patterns a space stands for any white space or none, "@" for the name of a function, and "…" for anything up to
-    what follows it; everything else for itself. What begins a call ends with the brace that begins its arguments.
-
-    Args:
-        name: of a family of models that writes it.
-        heads: begin a call.
-        tails: end one, after its arguments; the first that matches, longer ones before shorter ones.
-        further: begin one more, right after the arguments of another.
-        dropped: are no text, wherever they stand.
-        leads: calls stand at the beginning of an answer, or nowhere: nothing but JSON marks them.
-    """
-
-    name: str
-    heads: tuple[str, ...]
-    tails: tuple[str, ...]
-    further: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
-    leads: bool = False
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """All of its patterns."""
-        return (*self.heads, *self.tails, *self.further, *self.dropped)
-
-
-# As the checkpoints' templates and model cards have them: NousResearch/Hermes-3, Qwen/Qwen3; mistralai/Mistral-7B-v0.3
-# and Mistral-Small-3.2; deepseek-ai/DeepSeek-R1 and V3.1; openai/gpt-oss (cookbook: "OpenAI Harmony Response Format");
-# meta-llama/Llama-3.1 and 3.2.
-MARKUPS = (
-    Markup("Hermes", ('<tool_call> { "name" : "@" , "arguments" : {',), (" } </tool_call>",)),
-    Markup(
-        "Mistral",
-        heads=(
-            '[TOOL_CALLS] [ { "name" : "@" , "arguments" : {',
-            "[TOOL_CALLS] @[CALL_ID]…[ARGS] {",
-            "[TOOL_CALLS] @[ARGS] {",
-            "[TOOL_CALLS] @ {",
-        ),
-        tails=(' , "id" : "…" } ]', " } ]"),
-        further=(
-            ' , "id" : "…" } , { "name" : "@" , "arguments" : {',
-            ' } , { "name" : "@" , "arguments" : {',
-        ),
-    ),
-    Markup(
-        "DeepSeek",
-        heads=(
-            "<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜>function<｜tool▁sep｜>@ ```json {",
-            "<｜tool▁calls▁begin｜> <｜tool▁call▁begin｜>@<｜tool▁sep｜> {",
-        ),
-        tails=(
-            " ``` <｜tool▁call▁end｜> <｜tool▁calls▁end｜>",
-            " <｜tool▁call▁end｜> <｜tool▁calls▁end｜>",
-        ),
-        further=(
-            " ``` <｜tool▁call▁end｜> <｜tool▁call▁begin｜>function<｜tool▁sep｜>@ ```json {",
-            " <｜tool▁call▁end｜> <｜tool▁call▁begin｜>@<｜tool▁sep｜> {",
-        ),
-    ),
-    Markup(
-        "Harmony",
-        heads=(
-            "<|start|>assistant to=functions.@…<|message|> {",
-            "<|start|>assistant<|channel|>commentary to=functions.@…<|message|> {",
-            "<|channel|>commentary to=functions.@…<|message|> {",
-            "to=functions.@…<|message|> {",
-        ),
-        tails=("<|call|>",),
-        dropped=("<|start|>assistant", "<|channel|>…<|message|>", "<|end|>"),
-    ),
-    Markup(
-        "Llama 3",
-        heads=(
-            '<|python_tag|> { "name" : "@" , "parameters" : {',
-            '<|python_tag|> { "type" : "function" , "name" : "@" , "parameters" : {',
-            '{ "name" : "@" , "parameters" : {',
-            '{ "type" : "function" , "name" : "@" , "parameters" : {',
-        ),
-        tails=(" }",),
-        further=(' } ; { "name" : "@" , "parameters" : {',),
-        leads=True,
-    ),
-)
-
-
-@dataclass(frozen=True)
-class Match:
-    """Where a pattern and the name in it stand in a text."""
-
-    end: int
-    name_start: int
-    name_end: int
-
-
-def match(pattern: str, text: str, at: int) -> Match | Literal["more"] | None:
-    """Match a pattern of `Markup` at one place of a text; "more" where the text ends too early to tell."""
-    name_start = name_end = at
-    elements = _elements(pattern)
-    for element, following in zip(elements, (*elements[1:], ""), strict=True):
-        if element == " ":
-            limit = at + MOST_SPACE
-            while at < min(limit, len(text)) and text[at].isspace():
-                at += 1
-        elif element == "@":
-            name = _NAME.match(text, at)
-            assert name is not None
-            if name.end() == len(text):
-                return "more"
-            if name.end() == at:
-                return None
-            name_start, name_end = name.span()
-            at = name_end
-        elif element == "…":
-            limit = at + MOST_BETWEEN + len(following)
-            found = text.find(following, at, limit)
-            if found < 0:
-                return "more" if len(text) < limit else None
-            at = found
-        else:
-            part = text[at : at + len(element)]
-            if part != element:
-                return "more" if len(part) < len(element) and element.startswith(part) else None
-            at += len(element)
-    return Match(at, name_start, name_end)
-
-
-@functools.cache
-def _elements(pattern: str) -> tuple[str, ...]:
-    return tuple(_ELEMENT.findall(pattern))
+from llmforge.serving.protocol.tool_markups import MOST_SPACE, Markup, Match, ParameterMarkup, match
+from llmforge.serving.protocol.tool_values import STRING, argument, types_of
 
 
 @dataclass(frozen=True)
@@ -166,12 +28,21 @@ class CallParser:
     """Finds calls in an answer that arrives in pieces; however it is cut, what comes out adds up to the same.
 
     A call is one where all that begins it stands there, with one of `names`; everything else is text. White space
-    around calls belongs to neither. With `parallel` false nothing after the first call is read.
+    around calls belongs to neither. With `parallel` false nothing after the first call is read. Where arguments are no
+    JSON, they come out as JSON: what a value is follows from `schemas`, those of functions' arguments.
     """
 
-    def __init__(self, markup: Markup, names: Collection[str], *, parallel: bool = True) -> None:
+    def __init__(
+        self,
+        markup: Markup,
+        names: Collection[str],
+        *,
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        parallel: bool = True,
+    ) -> None:
         self._markup = markup
         self._names = names
+        self._schemas = schemas or {}
         self._parallel = parallel
         self._starts = re.compile("|".join(re.escape(p[0]) for p in sorted({*markup.heads, *markup.dropped})))
         self._state: Callable[[list[Piece], bool], bool] = self._in_text
@@ -179,6 +50,13 @@ class CallParser:
         self._space: list[str] = []  # after the text that came out
         self._said = self._said_since_call = False  # any text; and after the latest call
         self._depth, self._quoted, self._escaped = 0, False, False
+        self._schema: Mapping[str, Any] = {}  # of the arguments of the call
+        self._types: frozenset[str] | None = None  # of the value of a parameter
+        self._arguments = 0  # of the call, that have begun
+        self._begun, self._searched = (
+            False,
+            0,
+        )  # of the value: whether any came, and what was looked through for its end
         self.calls = 0  # that have begun
 
     def push(self, text: str) -> list[Piece]:
@@ -228,8 +106,91 @@ class CallParser:
         if end:
             pieces.append(CallDelta(self.calls - 1, arguments=self._pending[:end]))
         self._pending = self._pending[end:]
-        if self._depth:
+        return not self._depth and self._end_arguments()
+
+    def _between_parameters(self, pieces: list[Piece], final: bool) -> bool:
+        text = self._pending.lstrip()
+        found = match(self._parameters.begin, text, 0)
+        if isinstance(found, Match):
+            name = text[found.name_start : found.name_end]
+            self._types = types_of(name, self._schema)
+            pieces.append(self._delta(f"{', ' if self._arguments else '{'}{json.dumps(name, ensure_ascii=False)}: "))
+            self._arguments += 1
+            self._pending, self._searched, self._begun = text[found.end :], 0, False
+            self._state = self._in_value
+            return True
+        if found == "more" or any(match(end, text, 0) == "more" for end in self._ends):
+            self._pending = "" if final else text  # what was cut off is not complete
             return False
+        self._pending = text
+        pieces.append(self._delta("}" if self._arguments else "{}"))
+        return self._end_arguments()
+
+    def _in_value(self, pieces: list[Piece], final: bool) -> bool:
+        text, mark = self._pending, self._parameters.end
+        if not self._begun:
+            if not text and not final:
+                return False
+            text = text.removeprefix("\n") if self._parameters.lines else text
+            self._begun = True
+            if self._types == STRING:
+                pieces.append(self._delta('"'))
+        end = text.find(mark, self._searched)
+        while end >= 0:
+            follows = self._follows(text, end + len(mark), final=final)
+            if follows is None:
+                self._searched = end
+                return self._hold(pieces, text, end, final=final)
+            if follows:
+                return self._end_value(pieces, text, end)
+            end = text.find(mark, end + 1)
+        self._searched = max(len(text) - len(mark) + 1, 0)
+        return self._hold(pieces, text, self._searched, final=final)
+
+    def _hold(self, pieces: list[Piece], text: str, end: int, *, final: bool) -> bool:
+        """Give out what of a string is certain, up to `end` at most; the rest of its text waits."""
+        if self._types == STRING:
+            said = len(text) if final else max(end - self._parameters.lines, 0)
+            pieces += [self._delta(_escaped(text[:said]))] if said else []
+            text, self._searched = text[said:], max(self._searched - said, 0)
+        self._pending = "" if final else text
+        return False
+
+    def _end_value(self, pieces: list[Piece], text: str, end: int) -> bool:
+        value = text[:end].removesuffix("\n") if self._parameters.lines else text[:end]
+        if self._types == STRING:
+            pieces.append(self._delta(_escaped(value) + '"'))
+        else:
+            pieces.append(self._delta(json.dumps(argument(value, self._types), ensure_ascii=False)))
+        self._pending = text[end + len(self._parameters.end) :]
+        self._state = self._between_parameters
+        return True
+
+    def _follows(self, text: str, at: int, *, final: bool) -> bool | None:
+        """Say if a value ends before `at`, as a parameter or the end of the call follows; None: more will tell."""
+        space = text[at : at + MOST_SPACE + 1]
+        start = at + len(space) - len(space.lstrip())
+        if start == len(text):
+            return True if final else None
+        found = [match(pattern, text, start) for pattern in (self._parameters.begin, *self._ends)]
+        if any(isinstance(each, Match) for each in found):
+            return True
+        return None if "more" in found and not final else "more" in found
+
+    @property
+    def _parameters(self) -> ParameterMarkup:
+        assert self._markup.parameters is not None
+        return self._markup.parameters
+
+    @property
+    def _ends(self) -> tuple[str, ...]:
+        """Give what may follow the last parameter."""
+        return (*self._markup.tails, *self._markup.further)
+
+    def _delta(self, arguments: str) -> CallDelta:
+        return CallDelta(self.calls - 1, arguments=arguments)
+
+    def _end_arguments(self) -> bool:
         self._state = self._after_arguments if self._parallel else self._at_end
         return True
 
@@ -275,13 +236,15 @@ class CallParser:
             self._space.append(text[len(said) :])
 
     def _begin(self, pieces: list[Piece], head: Match) -> bool:
-        pieces.append(CallDelta(self.calls, name=self._pending[head.name_start : head.name_end]))
+        name = self._pending[head.name_start : head.name_end]
+        pieces.append(CallDelta(self.calls, name=name))
         self.calls += 1
-        self._pending = self._pending[head.end - 1 :]
+        self._pending = self._pending[head.end :]
         self._space.clear()
         self._said_since_call = False
         self._depth, self._quoted, self._escaped = 0, False, False
-        self._state = self._in_arguments
+        self._schema, self._arguments = self._schemas.get(name, {}), 0
+        self._state = self._in_arguments if self._markup.parameters is None else self._between_parameters
         return True
 
     def _arguments_end(self) -> int:
@@ -300,3 +263,8 @@ class CallParser:
                 if not self._depth:
                     return i + 1
         return len(self._pending)
+
+
+def _escaped(text: str) -> str:
+    """Write text as JSON has it between its quotes."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]

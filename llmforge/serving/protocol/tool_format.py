@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UsageError
-from llmforge.runtime.sampling.constraints import WHITE_SPACE, Constraint, exact
+from llmforge.runtime.sampling.constraints import Constraint, exact
 from llmforge.serving.chat import ChatTemplate
-from llmforge.serving.protocol.tool_calls import MARKUPS, MOST_SPACE, CallDelta, CallParser, Markup, Match, match
+from llmforge.serving.protocol import tool_grammar
+from llmforge.serving.protocol.tool_calls import CallDelta, CallParser
+from llmforge.serving.protocol.tool_grammar import ParameterGrammar
+from llmforge.serving.protocol.tool_markups import MARKUPS, MOST_SPACE, Markup, Match, match
+from llmforge.serving.protocol.tool_values import argument
 
 MOST_CALLS = 16  # of one constrained answer: a model that likes calls would never end
 
@@ -21,6 +26,7 @@ MOST_CALLS = 16  # of one constrained answer: a model that likes calls would nev
 _NAME = "probed_function"
 _ARGUMENTS = {"probed": ['one "1"', 2, {"é": True}]}
 _IDS = ("probe0001", "probe0002")
+_NAMING_IDS = (f"functions.{_NAME}:0", f"functions.{_NAME}:1")
 _ID = "[A-Za-z0-9]{9}"
 _TOOL = {
     "type": "function",
@@ -46,6 +52,9 @@ class ToolFormat:
         between: between a name and its arguments,
         join: between arguments and the name of a further call (None: there is none),
         tail: after the last arguments.
+        parameter: what it writes before the name of a parameter, between that and the value, and after the value, where
+            arguments are no JSON.
+        naming_ids: whether it writes a call by its id, which has to be "functions.NAME:NUMBER".
     """
 
     markup: Markup
@@ -56,6 +65,8 @@ class ToolFormat:
     between: str
     join: str | None
     tail: str
+    parameter: tuple[str, str, str] | None = None
+    naming_ids: bool = False
 
     @classmethod
     def find(cls, template: ChatTemplate) -> ToolFormat | None:
@@ -65,15 +76,15 @@ class ToolFormat:
             EnvironmentLacks: no process can be started to render.
         """
         plain, prompt = _rendered(template, [_USER], tools=()), _rendered(template, [_USER])
-        for mapping in (True, False):
-            for content in ("", None):
-                calls = [_call(_NAME, id_, _ARGUMENTS if mapping else json.dumps(_ARGUMENTS)) for id_ in _IDS]
-                answers = [{"role": "assistant", "content": content, "tool_calls": calls[:n]} for n in (1, 2)]
-                text, two = (_rendered(template, [_USER, each], add_generation_prompt=False) for each in answers)
-                for markup in MARKUPS:
+        for ids, mapping, content in itertools.product((_IDS, _NAMING_IDS), (True, False), ("", None)):
+            calls = [_call(_NAME, id_, _ARGUMENTS if mapping else json.dumps(_ARGUMENTS)) for id_ in ids]
+            answers = [{"role": "assistant", "content": content, "tool_calls": calls[:n]} for n in (1, 2)]
+            text, two = (_rendered(template, [_USER, each], add_generation_prompt=False) for each in answers)
+            for markup in MARKUPS:
+                if ids == _IDS or markup.ids_name_functions:
                     found = cls._of(markup, text, two, prompt, plain != prompt, mapping, content)
                     if found is not None:
-                        return found
+                        return replace(found, naming_ids=ids == _NAMING_IDS)
         return None
 
     @classmethod
@@ -94,14 +105,30 @@ class ToolFormat:
             between=text[call.name_end : call.arguments],
             join=two[several[0].end : several[1].name_start] if len(several) == 2 else None,
             tail=text[call.end : tails[0]] if tails else "",
+            parameter=call.parameter,
         )  # fmt: skip
         return made if made._reads_what_it_writes() else None
 
     def _reads_what_it_writes(self) -> bool:
         parser = CallParser(self.markup, {_NAME})
-        arguments = json.dumps(_ARGUMENTS)
-        pieces = parser.push(f"{self.begin}{_NAME}{self.between}{arguments}{self.tail}") + parser.flush()
-        return pieces == [CallDelta(0, name=_NAME), CallDelta(0, arguments=arguments)]
+        written = f"{self.begin}{_NAME}{self.between}{self._written(_ARGUMENTS)}{self.tail}"
+        first, *others = parser.push(written) + parser.flush() or [""]
+        if first != CallDelta(0, name=_NAME) or not all(isinstance(each, CallDelta) for each in others):
+            return False
+        return "".join(each.arguments for each in others if isinstance(each, CallDelta)) == json.dumps(
+            _ARGUMENTS, ensure_ascii=False
+        )
+
+    def _written(self, arguments: Mapping[str, Any]) -> str:
+        """Write arguments as the template does."""
+        if self.parameter is None:
+            return json.dumps(arguments, ensure_ascii=False)
+        before, between, after = self.parameter
+        values = {
+            name: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False)
+            for name, each in arguments.items()
+        }
+        return "".join(f"{before}{name}{between}{value}{after}" for name, value in values.items())
 
     def messages(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """Write the calls in a conversation as the template wants them; they come in OpenAI's shape.
@@ -109,10 +136,11 @@ class ToolFormat:
         Raises:
             UsageError: a call has no function, or its arguments are not the JSON of an object.
         """
-        return [
+        written = [
             self._message(message, f"messages[{i}]") if message.get("tool_calls") else message
             for i, message in enumerate(messages)
         ]
+        return _with_naming_ids(written) if self.naming_ids else written
 
     def _message(self, message: Mapping[str, Any], where: str) -> dict[str, Any]:
         given, calls = message["tool_calls"], []
@@ -164,10 +192,10 @@ class ToolFormat:
         begin = _lark(self.begin, added) if required else ""
         rules = [f"start: {begin} call{further} {_lark(tail, added)}".rstrip()]
         rules.append(f"call: {' | '.join(f'{json.dumps(name)} {between} a{i}' for i, name in enumerate(schemas))}")
+        parameter = None if self.parameter is None else _parameter_grammar(self.parameter, added)
         for i, schema in enumerate(schemas.values()):
             try:
-                spaced = {"type": "object", **exact(schema, "tools"), "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
-                rules.append(f"a{i}: %json {json.dumps(spaced, ensure_ascii=False)}")
+                rules += tool_grammar.arguments(f"a{i}", exact(schema, "tools"), parameter)
             except RecursionError as error:
                 raise UsageError("tools: a schema is nested too deeply") from error
         return Constraint("tools", "\n".join(rules) + "\n", trigger=None if required else self._opening())
@@ -182,13 +210,14 @@ class ToolFormat:
 
 @dataclass(frozen=True)
 class _Rendered:
-    """Where a call stands in a rendering: `end` is that of its arguments."""
+    """Where a call stands in a rendering: `end` is that of its arguments, `parameter` as in `ToolFormat`."""
 
     start: int
     name_start: int
     name_end: int
     arguments: int
     end: int
+    parameter: tuple[str, str, str] | None = None
 
 
 def _calls(markup: Markup, text: str) -> list[_Rendered]:
@@ -199,17 +228,57 @@ def _calls(markup: Markup, text: str) -> list[_Rendered]:
         for pattern in (*markup.further, *markup.heads) if calls else markup.heads:
             found = match(pattern, text, at)
             if isinstance(found, Match) and text[found.name_start : found.name_end] == _NAME:
-                try:
-                    value, end = json.JSONDecoder().raw_decode(text, found.end - 1)
-                except ValueError:
-                    continue
-                if value == _ARGUMENTS:
-                    calls.append(_Rendered(at, found.name_start, found.name_end, found.end - 1, end))
+                made = _arguments_at(markup, text, found.end)
+                if made is not None:
+                    arguments, end, parameter = made
+                    calls.append(_Rendered(at, found.name_start, found.name_end, arguments, end, parameter))
                     at = end
                     break
         else:
             at += 1
     return calls
+
+
+def _arguments_at(markup: Markup, text: str, at: int) -> tuple[int, int, tuple[str, str, str] | None] | None:
+    """Find where the probe's arguments begin and end, and how their one parameter is written; None: they are others."""
+    if markup.parameters is None:
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, at)
+        except ValueError:
+            return None
+        return (at, end, None) if value == _ARGUMENTS else None
+    begin = at + len(text[at:]) - len(text[at:].lstrip())
+    found = match(markup.parameters.begin, text, begin)
+    if not isinstance(found, Match):
+        return None
+    end = text.find(markup.parameters.end, found.end)
+    ((name, value),) = _ARGUMENTS.items()
+    if end < 0 or text[found.name_start : found.name_end] != name or argument(text[found.end : end], None) != value:
+        return None
+    space = len(text[found.end : end]) - len(text[found.end : end].lstrip())
+    last = end - (len(text[found.end : end]) - len(text[found.end : end].rstrip()))
+    after = end + len(markup.parameters.end)
+    after += len(text[after:]) - len(text[after:].lstrip())
+    before = text[begin : found.name_start], text[found.name_end : found.end + space]
+    return begin, after, (*before, text[last:after])
+
+
+def _with_naming_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Give calls, and the results that name them, ids that say the function and count the conversation's calls."""
+    known: dict[str, str] = {}
+    written: list[Mapping[str, Any]] = []
+    number = 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            id_ = f"functions.{call['function']['name']}:{number}"
+            known[str(call.get("id"))] = id_
+            calls.append({**call, "id": id_})
+            number += 1
+        made = {**message, "tool_calls": calls} if calls else message
+        result = known.get(str(message.get("tool_call_id")))
+        written.append(made if result is None else {**made, "tool_call_id": result})
+    return written
 
 
 def _rendered(
@@ -238,6 +307,19 @@ def _arguments(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise UsageError(f"{where}: arguments must be the JSON of an object")
     return arguments
+
+
+def _parameter_grammar(parameter: tuple[str, str, str], added: Mapping[int, str]) -> ParameterGrammar:
+    before, between, after = (_lark(part, added) for part in parameter)
+    special = [parameter[2].find(content) for content in added.values() if content in parameter[2]]
+    if special:  # text has no such token, and may have the white space before it
+        return ParameterGrammar(before, between, after, "", _lark(parameter[2][min(special) :], added))
+    return ParameterGrammar(before, between, after, _regex(parameter[2]), "")
+
+
+def _regex(text: str) -> str:
+    """Write a text as a regular expression in Lark does."""
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n").replace(r"\ ", " ")
 
 
 def _lark(text: str, added: Mapping[int, str]) -> str:

@@ -56,7 +56,8 @@ class ToolUse:
 
     def parser(self) -> CallParser:
         """Make what finds the calls in one answer."""
-        return CallParser(self.format.markup, set(_schemas(self.tools)), parallel=self.parallel)
+        schemas = _schemas(self.tools)
+        return CallParser(self.format.markup, set(schemas), schemas=schemas, parallel=self.parallel)
 
 
 def read(fields: Mapping[str, Any], encoder: PromptEncoder) -> ToolUse | None:

@@ -13,6 +13,7 @@ from llmforge.runtime.interface import C, Decoder
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.interface import EngineOptions, EngineStats
+from llmforge.serving.prefix_cache import PrefixCache
 from llmforge.serving.request import Receiver, Request, adapter_number, check_tokens
 from llmforge.serving.scheduler.delivery import Delivery, StepFigures
 from llmforge.serving.scheduler.run_ahead import RunAhead
@@ -110,6 +111,20 @@ class Scheduler(ABC, Generic[C]):
         """Let every sequence end with "cancelled" at the next step, as `cancelled = True` does for one."""
         for sequence in self.sequences:
             sequence.cancelled = True
+
+    @property
+    def prefix_cache(self) -> PrefixCache[C] | None:
+        """What prompts may begin with, where it is apart from the cache of running sequences."""
+        return None
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether prompts begin with what was computed for others."""
+        return self.prefix_cache is not None
+
+    def note(self, text: str) -> None:
+        """Add to what `EngineStats.notes` says."""
+        self._notes += (text,)
 
     @property
     def busy(self) -> bool:

@@ -95,6 +95,11 @@ class PagedScheduler(Scheduler[PagedCache]):
             "prefix_tokens_capacity": pool.blocks * size if self._shares else 0,
         }
 
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether prompts begin with blocks of others."""
+        return self._shares
+
     def _run(self) -> int:
         self._admit()
         step = self._ahead.step

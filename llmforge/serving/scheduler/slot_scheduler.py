@@ -7,6 +7,7 @@ from typing import Any
 from llmforge.runtime.interface import C, Decoder
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.interface import EngineOptions
+from llmforge.serving.prefix_cache import PrefixCache
 from llmforge.serving.scheduler.base import Scheduler
 from llmforge.serving.scheduler.decode import SlotDecode
 from llmforge.serving.scheduler.prefill import SlotPrefill
@@ -45,6 +46,11 @@ class SlotScheduler(Scheduler[C]):
         parts = backend, self._slots, self._ahead, self._delivery, self._figures
         self._decode = SlotDecode(*parts, self._speculation)
         self._prefill = SlotPrefill(*parts, self.sequences, self._chunk, self._step_tokens)
+
+    @property
+    def prefix_cache(self) -> PrefixCache[C] | None:
+        """What prompts may begin with; None: there is none."""
+        return self._slots.prefix_cache
 
     def _run(self) -> int:
         self._slots.admit(self.waiting)

@@ -223,6 +223,28 @@ def test_what_the_template_does_not_read_is_refused(switched: Any, asked: dict[s
     assert client.post("/v1/completions", json={"prompt": "Why?", **asked}).status_code == 400
 
 
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_thoughts_end_with_their_budget(always: Any, tokens: int) -> None:
+    free, held = ask(always, ""), ask(always, "", thinking_token_budget=tokens)
+    counts = [made["usage"]["completion_tokens_details"]["reasoning_tokens"] for made in (free, held)]
+    assert counts[0] > tokens + 1  # this model does not stop by itself
+    assert counts[1] == tokens + 1  # with the tag
+    thoughts, text, usage = streamed(always, "", thinking_token_budget=tokens)
+    message = held["choices"][0]["message"]
+    assert (message.get("reasoning_content", ""), message["content"]) == (thoughts, text)
+    assert free["choices"][0]["message"]["reasoning_content"].startswith(thoughts)
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == tokens + 1
+
+
+def test_a_budget_is_for_thoughts_alone(switched: Any) -> None:
+    free, held = ask(switched, ""), ask(switched, "", thinking_token_budget=0)
+    assert held["choices"][0]["message"] == free["choices"][0]["message"]
+    for wrong in (-1, 1.5, "3", True):
+        refused = switched[0].post(CHAT, json={**ASK, "thinking_token_budget": wrong})
+        assert refused.status_code == 400
+        assert "expected" in refused.json()["error"]["message"]
+
+
 def test_effort_is_told_to_templates_that_read_it() -> None:
     template = ChatTemplate(thinking_templates.EFFORT, {}, "template")
     assert reasoning.variables({"reasoning_effort": "low"}, template) == {"reasoning_effort": "low"}

@@ -355,6 +355,7 @@ def test_a_collector_gets_the_spans_of_the_command_as_the_environment_says(small
     assert {span.trace_id.hex() for span in spans} == {TRACE}
 
 
+@pytest.mark.thorough
 def test_a_collector_that_is_silent_holds_up_neither_answers_nor_the_end(small: Artifact) -> None:
     pytest.importorskip(NEEDS, reason="the extra telemetry is not installed")
     import socket
