@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
+from llmforge.base.errors import RunFailed, UnsupportedError
 from llmforge.base.http_server import HttpServer
+from llmforge.measure.completions import Completions, Http
 from llmforge.measure.scoring import Likelihood, Pair
 
 CLIENTS = 8  # requests at once
@@ -136,17 +136,15 @@ class ServedSide:
 class OpenAI:
     """`POST /v1/completions`, with prompts as token ids."""
 
-    def __init__(self, http_: Http, model: str | None) -> None:
-        self._http = http_
-        self._base = http_.path.rstrip("/").removesuffix("/v1")
-        self.description = http_.url
-        self._model = model or self._first()
-        self.description = f"{self._model} at {http_.url}"
+    def __init__(self, completions: Completions) -> None:
+        self._completions, self.description = completions, completions.description
 
     def next_token(self, ids: Sequence[int], forced: int | None) -> Token:
         """Ask for one token."""
         bias = {} if forced is None else {"logit_bias": {str(forced): FORCE}}
-        choice = self._ask({"prompt": list(ids), "max_tokens": 1, "logprobs": 1, "ignore_eos": True, **bias})
+        choice = self._completions.choice(
+            {"prompt": list(ids), "max_tokens": 1, "logprobs": 1, "ignore_eos": True, **bias}
+        )
         with _reading(self.description):
             found = choice["logprobs"]
             (text,), (logprob,), (top,) = found["tokens"], found["token_logprobs"], found["top_logprobs"]
@@ -155,7 +153,7 @@ class OpenAI:
     def text(self, ids: Sequence[int], tokens: int, until: Sequence[str]) -> str:
         """Ask for greedy text."""
         stop = {"stop": list(until)} if until else {}
-        choice = self._ask({"prompt": list(ids), "max_tokens": tokens, **stop})
+        choice = self._completions.choice({"prompt": list(ids), "max_tokens": tokens, **stop})
         with _reading(self.description):
             return str(choice["text"])
 
@@ -163,7 +161,7 @@ class OpenAI:
         """Ask for the log-probabilities of a prompt."""
         body = {"prompt": [*pair[0], *pair[1]], "max_tokens": 1, "logprobs": 1, "echo": True}
         try:
-            found = self._ask(body).get("logprobs") or {}
+            found = self._completions.choice(body).get("logprobs") or {}
         except RunFailed:  # `echo` is refused
             return None
         with _reading(self.description):
@@ -174,16 +172,6 @@ class OpenAI:
             rows = list(zip(own[:count], top[:count], strict=True))[len(pair[0]) :]
             likeliest = all(row[0] >= max(row[1].values(), default=row[0]) for row in rows)
             return float(sum(row[0] for row in rows)), likeliest
-
-    def _ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        answered = self._http.post(f"{self._base}/v1/completions", {"model": self._model, "temperature": 0, **body})
-        with _reading(self.description):
-            return dict(answered["choices"][0])
-
-    def _first(self) -> str:
-        answered = self._http.get(f"{self._base}/v1/models")
-        with _reading(self.description):
-            return str(answered["data"][0]["id"])
 
 
 class Triton:
@@ -218,44 +206,8 @@ class Triton:
         return self._http.post(self._place, {"input_ids": list(ids), "sampling_parameters": json.dumps(sampling)})
 
 
-class Http:
-    """Requests of JSON to one server, each over a connection of its own."""
-
-    def __init__(self, server: HttpServer) -> None:
-        self.url, self.path, self._server = server.url, server.path, server
-
-    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send JSON; give the JSON that comes back.
-
-        Raises:
-            EnvironmentLacks: there is no answer, or access is denied.
-            RunFailed: the server refuses, or answers something else.
-        """
-        return self._ask("POST", path, json.dumps(body))
-
-    def get(self, path: str) -> dict[str, Any]:
-        """Fetch JSON; raises as `post`."""
-        return self._ask("GET", path, None)
-
-    def _ask(self, method: str, path: str, body: str | None) -> dict[str, Any]:
-        try:
-            with self._server.request(method, path, body) as response:
-                data = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise EnvironmentLacks(f"{self.url}: no answer: {error}", hint="is the server running?") from error
-        try:
-            found = json.loads(data)
-        except ValueError:
-            found = None
-        if response.status != http.client.OK or not isinstance(found, dict):
-            said = self._server.shown(data.decode("utf-8", "replace"))
-            raise RunFailed(f"{self.url}{path}: HTTP {response.status}: {said}")
-        return found
-
-
 def connect(server: HttpServer, model: str | None) -> Protocolled:
     """Say how a server is asked: one whose address ends with /v2/models/MODEL is Triton's, others are OpenAI's."""
-    http_ = Http(server)
-    if (found := _TRITON.fullmatch(http_.path.rstrip("/"))) is not None:
-        return Triton(http_, found["base"], found["model"])
-    return OpenAI(http_, model)
+    if (found := _TRITON.fullmatch(server.path.rstrip("/"))) is not None:
+        return Triton(Http(server), found["base"], found["model"])
+    return OpenAI(Completions(server, model))

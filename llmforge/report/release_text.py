@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree
 
 from llmforge.base import wording
@@ -84,17 +85,6 @@ def markdown(judgement: Judgement) -> str:
 
 def junit(judgement: Judgement) -> str:
     """Write it as JUnit XML: a gate is a test case, a failed one a failure, an undecided one an error."""
-    failures = sum(gate.verdict is Verdict.FAIL for gate in judgement.gates) + len(judgement.exceeded)
-    errors = sum(gate.verdict is Verdict.INCONCLUSIVE for gate in judgement.gates)
-    counts = {
-        "tests": str(len(judgement.gates) + len(judgement.exceeded)),
-        "failures": str(failures),
-        "errors": str(errors),
-    }
-    root = ElementTree.Element("testsuites", {"name": "llmforge gate", **counts})
-    reference = _legal(judgement.artifact.reference)
-    suite = ElementTree.SubElement(root, "testsuite", {"name": f"gates of {reference}", **counts, "skipped": "0"})
-    properties = ElementTree.SubElement(suite, "properties")
     facts = {
         "content": judgement.artifact.content,
         "evidence": judgement.artifact.evidence,
@@ -104,13 +94,27 @@ def junit(judgement: Judgement) -> str:
         "post_hoc": str(judgement.post_hoc).lower(),
         "pending": str(judgement.pending).lower(),
     }
+    return junit_of("llmforge gate", judgement.artifact.reference, facts, judgement.gates, judgement.exceeded)
+
+
+def junit_of(
+    command: str, judged: str, facts: Mapping[str, str], gates: Sequence[GateResult], exceeded: Sequence[str] = ()
+) -> str:
+    """Write gates of what was `judged` as JUnit XML; `facts` are properties of the suite."""
+    failures = sum(gate.verdict is Verdict.FAIL for gate in gates) + len(exceeded)
+    errors = sum(gate.verdict is Verdict.INCONCLUSIVE for gate in gates)
+    counts = {"tests": str(len(gates) + len(exceeded)), "failures": str(failures), "errors": str(errors)}
+    root = ElementTree.Element("testsuites", {"name": command, **counts})
+    reference = _legal(judged)
+    suite = ElementTree.SubElement(root, "testsuite", {"name": f"gates of {reference}", **counts, "skipped": "0"})
+    properties = ElementTree.SubElement(suite, "properties")
     for name, value in facts.items():
         ElementTree.SubElement(properties, "property", {"name": name, "value": _legal(value)})
-    for excess in map(_legal, judgement.exceeded):
+    for excess in map(_legal, exceeded):
         name = excess.partition(":")[0]
         case = ElementTree.SubElement(suite, "testcase", {"classname": reference, "name": name, "time": "0"})
         ElementTree.SubElement(case, "failure", {"type": Verdict.FAIL.value, "message": excess}).text = excess
-    for gate in judgement.gates:
+    for gate in gates:
         name = f"{gate.metric} {gate.bound} {gate.limit:g}{_post_hoc(gate)}"
         case = ElementTree.SubElement(suite, "testcase", {"classname": reference, "name": name, "time": "0"})
         said = _legal(gate.explanation)

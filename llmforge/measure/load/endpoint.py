@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import http.client
-import json
 import time
-from collections.abc import Iterator
 from typing import Any
 
-from llmforge.base.errors import EnvironmentLacks
 from llmforge.base.http_server import HttpServer
+from llmforge.measure.completions import Completions
 from llmforge.measure.load.workload import LoadRequest
 from llmforge.metrics.serving import RequestOutcome
 
@@ -22,10 +20,8 @@ class Endpoint:
     """
 
     def __init__(self, server: HttpServer, model: str | None = None) -> None:
-        self._server = server
-        self._base = server.path.rstrip("/").removesuffix("/v1")
-        self.model = model or self._first_model()
-        self.description = f"{self.model} at {server.url}"
+        self._completions = Completions(server, model)
+        self.description = self._completions.description
 
     def answer(self, request: LoadRequest, due_s: float) -> RequestOutcome:
         """Answer one request and wait for its end; each event with text counts as one arrival.
@@ -37,9 +33,11 @@ class Endpoint:
         usage: dict[str, Any] = {}
         error = None
         try:
-            for event in self._events(request):
+            for event in self._completions.events(
+                {"prompt": list(request.prompt), "max_tokens": request.output_tokens, "ignore_eos": True}
+            ):
                 if "error" in event:
-                    error = self._server.shown(_message(event))
+                    error = self._completions.http.message(event)
                 elif any(choice.get("text") for choice in event.get("choices", ())):
                     arrivals.append(time.perf_counter())
                 usage = event.get("usage") or usage
@@ -56,45 +54,3 @@ class Endpoint:
             output_tokens=output,
             error=error,
         )
-
-    def _events(self, request: LoadRequest) -> Iterator[dict[str, Any]]:
-        """Yield the events of one streamed answer; one with `error` where the server refuses."""
-        body = {
-            "model": self.model,
-            "prompt": list(request.prompt),
-            "max_tokens": request.output_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        with self._server.request("POST", f"{self._base}/v1/completions", json.dumps(body)) as response:
-            if response.status != http.client.OK:
-                yield {"error": f"HTTP {response.status}: {_message(_json(response.read()))}"}
-                return
-            for line in response:
-                if line.startswith(b"data:") and (data := line[len(b"data:") :].strip()) != b"[DONE]":
-                    yield json.loads(data)
-
-    def _first_model(self) -> str:
-        try:
-            with self._server.request("GET", f"{self._base}/v1/models") as response:
-                models = _json(response.read()).get("data")
-        except (OSError, http.client.HTTPException) as error:
-            raise EnvironmentLacks(f"{self._server.url}: no answer: {error}", hint="is the server running?") from error
-        if not models:
-            raise EnvironmentLacks(f"{self._server.url}: HTTP {response.status} and no model at {self._base}/v1/models")
-        return str(models[0]["id"])
-
-
-def _json(data: bytes) -> dict[str, Any]:
-    try:
-        value = json.loads(data)
-    except ValueError:
-        return {"error": data.decode("utf-8", "replace")[:200]}
-    return value if isinstance(value, dict) else {"error": str(value)[:200]}
-
-
-def _message(event: dict[str, Any]) -> str:
-    error = event.get("error", event)
-    return str(error.get("message", error) if isinstance(error, dict) else error)

@@ -26,7 +26,7 @@ from llmforge.serving.http.call_stream import CallStream
 from llmforge.serving.http.completion_call import CompletionCall, adapter_of, chat_call, served, text_call
 from llmforge.serving.http.limits import Client, RateLimited
 from llmforge.serving.http.metrics import ServerMetrics
-from llmforge.serving.http.responses import ResponseWriter, TokenBytes, error_body, status
+from llmforge.serving.http.responses import ResponseWriter, error_body, status
 from llmforge.serving.http.responses_call import ResponsesCall
 from llmforge.serving.http.responses_output import ResponsesWriter
 from llmforge.serving.http.telemetry import RequestSpan
@@ -36,6 +36,7 @@ from llmforge.serving.protocol import client_json, reasoning, tools
 from llmforge.serving.protocol.client_json import JsonLimits
 from llmforge.serving.protocol.messages import encode_messages
 from llmforge.serving.request import Chunk, Usage
+from llmforge.serving.token_bytes import TokenBytes
 
 SMALL_BODY = 32 << 10  # bytes; the texts of longer ones take long to tokenize, and wait for each other only
 LONG_READERS, READERS = 2, 16  # threads that read long bodies, and others

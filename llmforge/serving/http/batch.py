@@ -24,13 +24,14 @@ from llmforge.base import small_file, whole_file
 from llmforge.base.errors import EnvironmentLacks, ForgeError, UsageError
 from llmforge.base.wording import quoted
 from llmforge.serving.http.completion_call import CompletionCall, chat_call, text_call
-from llmforge.serving.http.responses import ResponseWriter, TokenBytes, error_body, status
+from llmforge.serving.http.responses import ResponseWriter, error_body, status
 from llmforge.serving.interface import Serving
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol import client_json
 from llmforge.serving.protocol.client_json import JsonLimits
 from llmforge.serving.request import Chunk
 from llmforge.serving.sequence import Ticket
+from llmforge.serving.token_bytes import TokenBytes
 
 JOURNAL_VERSION = 1
 AHEAD = 2  # times as many sequences as an engine has slots are handed to it: none is free while the next is sent

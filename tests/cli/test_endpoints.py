@@ -1,0 +1,118 @@
+"""`llmforge judge`: our own server against the artifact that it serves, and files and exit codes of verdicts."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from llmforge import serving
+from llmforge.cli import cli
+from llmforge.serving import Engine
+from llmforge.serving import http as serve
+from llmforge.serving.http.server import make_server
+
+from ..samples.small_artifact import publish_small
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    artifact: Path
+    data: Path
+
+    def judge(self, *options: object) -> Result:
+        named = ["--url", self.url, "--data", self.data, "--max-tokens", "96", "--answers", "3", "--answer-tokens", "8"]
+        return CliRunner().invoke(cli, ["judge", *map(str, (*named, *options)), "--quiet"])
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("judged")
+    artifact = publish_small(folder, sample_checkpoint)
+    data = folder / "text.jsonl"
+    texts = [f"The parser reads {number} files." for number in range(10)]
+    data.write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    listening = socket.create_server(("127.0.0.1", 0))
+    with Engine(serving.load(artifact.path)) as engine:
+        server = make_server(serve.create_app(engine, "small"), serve.Address(grace_s=5))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        while not server.started:
+            time.sleep(0.02)
+        yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", artifact.path, data)
+        server.should_exit = True
+        thread.join()
+
+
+def gates(folder: Path, limits: Any) -> Path:
+    file = folder / "gates.yaml"
+    file.write_text(json.dumps({"gates": limits}))
+    return file
+
+
+def test_what_an_artifact_serves_is_itself(served: Served, tmp_path: Path) -> None:
+    file = gates(tmp_path, {"kld_mean": {"max": 1e-4}, "perplexity_ratio": {"max": 1.001}})
+    result = served.judge("--reference", served.artifact, "--gates", file, "-o", tmp_path / "judged")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("PASS: small at http://127.0.0.1:")
+    assert "3 of 3 greedy answers are the same" in result.output
+    assert "KLD is estimated without bias" in result.output
+    assert "TTFT: p50" in result.output
+    [record] = (tmp_path / "judged" / "evidence").glob("*.json")
+    page = (tmp_path / "judged" / "report.html").read_text()
+    assert "held against the artifact small/" in page
+    assert "Answers side by side" in page
+    suite = ElementTree.parse(tmp_path / "judged" / "junit.xml").getroot()
+    assert (suite.get("name"), suite.get("tests"), suite.get("failures")) == ("llmforge judge", "2", "0")
+    again = CliRunner().invoke(cli, ["judge", "--verify", str(tmp_path / "judged"), "--json"])
+    assert again.exit_code == 0, again.output
+    assert again.output.strip() == record.read_text().strip()
+
+
+def test_a_gate_that_fails_ends_as_gate_does(served: Served, tmp_path: Path) -> None:
+    file = gates(tmp_path, {"perplexity_ratio": {"max": 0.5}})
+    result = served.judge("--reference", served.artifact, "--gates", file)
+    assert result.exit_code == 3, result.output
+    assert "FAIL  perplexity_ratio" in result.output
+
+
+def test_without_a_reference_there_are_perplexity_answers_and_times(served: Served) -> None:
+    result = served.judge("--tokenizer", served.artifact, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    assert set(found["quality"]["figures"]) == {"perplexity"}
+    assert found["latency"]["completed"] == 3
+    assert [each["reference"] for each in found["answers"]] == [None] * 3
+    assert found["verdict"] == "none"
+
+
+def test_options_that_say_nothing_are_refused(served: Served, tmp_path: Path) -> None:
+    for options, said in (
+        (("--gates", gates(tmp_path, {"kld_mean": {"max": 1}})), "--gates requires --reference"),
+        ((), "no tokenizer is known"),
+        (("--reference", served.url), "no tokenizer is known"),
+        (("--reference", served.artifact, "--reference-key", "sk-1"), "require a URL"),
+    ):
+        result = served.judge(*options)
+        assert result.exit_code == 2, result.output
+        assert said in result.output
+    assert CliRunner().invoke(cli, ["judge"]).exit_code == 2
+    assert CliRunner().invoke(cli, ["judge", "--verify", str(tmp_path / "none")]).exit_code == 5
+
+
+def test_a_server_that_is_not_there(served: Served) -> None:
+    result = CliRunner().invoke(
+        cli, ["judge", "--url", "http://127.0.0.1:9", "--data", str(served.data), "--reference", str(served.artifact)]
+    )
+    assert result.exit_code == 8, result.output
+    assert "no answer" in result.output

@@ -1,0 +1,155 @@
+"""`llmforge judge` of vLLM's and llama-cpp-python's servers: bounds contain what they tell when they tell all."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmforge import targets
+from llmforge.backends.engines import BuildRequest
+from llmforge.backends.gguf import builder as gguf
+from llmforge.base.http_server import HttpServer
+from llmforge.base.progress import Silent
+from llmforge.checkpoint import Checkpoint
+from llmforge.compile import endpoints, export_proxy
+from llmforge.compile.endpoints import EndpointQuestion, ServedModel
+from llmforge.gates.endpoint import EndpointJudgement
+from llmforge.metrics.served_quality import ServedQuality
+from llmforge.passes import QuantizeWeights
+from llmforge.recipe import EngineSpec
+from llmforge.rewrite.pass_base import Budget, Context
+from llmforge.trace import trace
+
+from ..models.runtimes import environment
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+STARTS_S = 1200  # a server on a busy machine
+
+
+@contextmanager
+def server(command: list[Any], log: Path) -> Iterator[str]:
+    """Start a server, whose port is put behind `command`, and give its address when it answers."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    with log.open("w") as out:
+        process = subprocess.Popen([*map(str, command), "--port", str(port)], stdout=out, stderr=out, cwd=log.parent)
+    try:
+        for _ in range(STARTS_S):
+            assert process.poll() is None, log.read_text()[-2000:]
+            try:
+                with urllib.request.urlopen(f"{url}/v1/models", timeout=5):
+                    break
+            except (urllib.error.URLError, OSError):
+                time.sleep(1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("vllm")
+    python = environment("vllm", tmp_path_factory.mktemp("environments"))
+    options = ["--dtype", "bfloat16", "--max-logprobs", "-1", "--max-model-len", "256", "--enforce-eager"]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", data / "docs-llama-7m"]
+    with server(
+        ["env", "VLLM_CPU_KVCACHE_SPACE=1", "VLLM_NO_USAGE_STATS=1", *command, *options], folder / "log"
+    ) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def llama_cpp(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Iterator[str]:
+    pytest.importorskip("gguf", reason="pip install gguf==0.19.0")
+    folder = tmp_path_factory.mktemp("llama-cpp")
+    python = environment("llama_cpp", tmp_path_factory.mktemp("environments"))
+    file = write_gguf(Checkpoint.open(data / "docs-llama-7m"), folder)
+    command = [python, "-m", "llama_cpp.server", "--model", file, "--n_ctx", "256", "--logits_all", "true"]
+    with server(command, folder / "log") as url:
+        yield url
+
+
+def write_gguf(checkpoint: Checkpoint, folder: Path) -> Path:
+    """Write a checkpoint in 4 bits, rounded to nearest."""
+    local, traced = targets.local(), trace(checkpoint)
+    model = traced.clone()
+    step = QuantizeWeights(
+        budget=Budget(kld_mean=1.0), bits=4, block_size=32, symmetric=True, scales="fp16", method="rtn"
+    )
+    assert step.run(model, Context(local))
+    exported = export_proxy.exported(model, traced, checkpoint)
+    spec = EngineSpec(backend="gguf", max_context=256)
+    gguf.build(BuildRequest(model, folder / "engine", spec, local, checkpoint.eos_token_ids, 0, exported=exported))
+    [file] = (folder / "engine").glob("*.gguf")
+    return file
+
+
+def question(url: str, data: Path) -> EndpointQuestion:
+    checkpoint = Checkpoint.open(data / "docs-llama-7m")
+    return EndpointQuestion(
+        ServedModel(HttpServer(url), None), checkpoint, checkpoint, data / "evaluation.jsonl",
+        context=24, tokens=240, answers=2, answer_tokens=8,
+    )  # fmt: skip
+
+
+def require_within(bounded: ServedQuality, exact: ServedQuality) -> None:
+    """Hold the sums of each document between the bounds of it; 16 bits differ a little between two batches."""
+    assert [each.document for each in bounded.per_document] == [each.document for each in exact.per_document]
+    for one, other in zip(bounded.per_document, exact.per_document, strict=True):
+        for name in one.low:
+            slack = 1.0 if name == "same_top" else 0.02 * one.tokens
+            assert one.low[name] - slack <= other.high[name], (name, one, other)
+            assert other.low[name] <= one.high[name] + slack, (name, one, other)
+
+
+def judged(asked: EndpointQuestion) -> tuple[EndpointJudgement, ServedQuality]:
+    made = endpoints.judge(asked, Silent())
+    assert made.quality is not None
+    assert made.latency is not None
+    assert made.latency.completed == asked.answers
+    return made, made.quality
+
+
+def test_vllm(vllm: str, data: Path) -> None:
+    asked = question(vllm, data)
+    made, exact = judged(asked)
+    assert (exact.way, exact.listed) == ("prompt_logprobs", 8192)
+    assert exact.figures["kld_mean"].is_exact
+    assert 1e-6 < exact.figures["kld_mean"].at_least.value < 0.01  # bf16
+    assert made.equal_answers >= 1
+    _, bounded = judged(replace(asked, top=20))
+    assert bounded.listed == 20
+    require_within(bounded, exact)
+    _, drawn = judged(replace(asked, top=20, one_by_one=True))
+    assert drawn.way == "logprobs"
+    found = drawn.figures["kld_mean"].estimate
+    assert found.low is not None
+    assert found.low - 1e-3 <= exact.figures["kld_mean"].at_least.value <= (found.high or 0) + 1e-3
+    require_within(drawn, exact)
+
+
+def test_llama_cpp_python(llama_cpp: str, data: Path) -> None:
+    asked = question(llama_cpp, data)
+    _, all_told = judged(asked)  # but for names that several tokens share
+    assert all_told.way == "echo"
+    assert all_told.told_share > 0.999
+    kld = all_told.figures["kld_mean"]
+    assert kld.at_most.value - kld.at_least.value < 0.1
+    assert 0.01 < kld.at_least.value < 1.0  # 4 bits, rounded to nearest
+    _, bounded = judged(replace(asked, top=20))
+    require_within(bounded, all_told)
+    assert bounded.figures["kld_mean"].at_least.value <= kld.at_most.value + 1e-6
+    assert bounded.figures["kld_mean"].at_most.value >= kld.at_least.value
