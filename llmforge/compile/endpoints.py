@@ -24,7 +24,7 @@ from llmforge.measure.baseline import baseline_on, open_baseline
 from llmforge.measure.completions import Completions
 from llmforge.measure.logprobs import ServedLogprobs, TokenNames
 from llmforge.measure.quality import Logits
-from llmforge.measure.served_answers import Prompt
+from llmforge.measure.served_answers import Prompt, Streamed
 from llmforge.metrics.serving import figures
 from llmforge.metrics.truncation import SPREAD
 from llmforge.recipe import GateSpec
@@ -96,16 +96,6 @@ def judge(asked: EndpointQuestion, progress: Progress) -> EndpointJudgement:
     said = served_answers.ask(completions, prompts, asked.answer_tokens, encoder.tokenizer, progress.advance)
     theirs = side.greedy(prompts, asked.answer_tokens)
     failed = [each.outcome.error for each in said if each.outcome.error is not None]
-    answers = tuple(
-        ServedAnswer(
-            document=prompt.document,
-            prompt=encoder.tokenizer.decode(prompt.ids, skip_special_tokens=False),
-            served=each.text,
-            reference=None if theirs is None else theirs[place],
-        )
-        for place, (prompt, each) in enumerate(zip(prompts, said, strict=True))
-        if each.outcome.error is None
-    )
     results = endpoint.decide(asked.limits, quality, unmeasured)
     return EndpointJudgement(
         created=datetime.now(UTC).replace(microsecond=0).isoformat(),
@@ -117,10 +107,26 @@ def judge(asked: EndpointQuestion, progress: Progress) -> EndpointJudgement:
         quality=quality,
         unmeasured=unmeasured,
         latency=figures([[each.outcome for each in said]]) if said else None,
-        answers=answers,
+        answers=_answers(prompts, said, theirs, encoder),
         gates=results,
         verdict=decision.overall(results),
         notes=tuple(_notes(asked, served, quality is not None, failed)),
+    )
+
+
+def _answers(
+    prompts: Sequence[Prompt], said: Sequence[Streamed], theirs: Sequence[str] | None, encoder: TextEncoder
+) -> tuple[ServedAnswer, ...]:
+    """Pair the answers that came with those of the reference, if it gave any."""
+    return tuple(
+        ServedAnswer(
+            document=prompt.document,
+            prompt=encoder.tokenizer.decode(prompt.ids, skip_special_tokens=False),
+            served=each.text,
+            reference=None if theirs is None else theirs[place],
+        )
+        for place, (prompt, each) in enumerate(zip(prompts, said, strict=True))
+        if each.outcome.error is None
     )
 
 

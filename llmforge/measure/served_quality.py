@@ -66,13 +66,13 @@ def compare(
     """
     windows = [window for window in windows if len(window.ids) > 1]
     totals: dict[str, _Totals] = {}
-    left_out, untold, shares, listed = 0, 0, list[float](), 1
+    skipped, untold, shares, listed = 0, 0, list[float](), 1
     vocabulary = served.names.vocabulary
     for number, window in enumerate(windows):
         progress(number, len(windows))
         pairs = _told(window, served, reference, np.random.default_rng([seed, number]))
         if pairs is None:
-            left_out += 1
+            skipped += 1
             continue
         for target, (place, other) in zip(window.ids[1:].tolist(), pairs, strict=True):
             if not len(place.told.ids) or (other is not None and not len(other.ids)):
@@ -81,11 +81,8 @@ def compare(
             vocabulary = max(vocabulary, place.told.vocabulary)
             listed = max(listed, min(len(place.told.ids), served.top or 1))
             shares.append(1.0 - place.told.left)
-            sampled = None
-            if place.forced is not None and other is not None:
-                sampled = truncation.sampled_kld(other, place.told, *place.forced)
             values = _values(place.told, other, target, spread)
-            totals.setdefault(window.document, _Totals()).add(values, sampled)
+            totals.setdefault(window.document, _Totals()).add(values, _sampled(place, other))
     progress(len(windows), len(windows))
     if not totals:
         raise DataError(
@@ -103,13 +100,20 @@ def compare(
             spread=spread,
             context=max(len(window.ids) for window in windows),
             windows=len(windows),
-            windows_left_out=left_out,
-            tokens_left_out=untold,
+            windows_skipped=skipped,
+            tokens_untold=untold,
             tokens=sum(each.tokens for each in sums),
             per_document=sums,
             figures={},
         )
     )
+
+
+def _sampled(place: Place, other: Told | None) -> float | None:
+    """Estimate the KLD of a token by the one that was forced there; None: none was."""
+    if place.forced is None or other is None:
+        return None
+    return truncation.sampled_kld(other, place.told, *place.forced)
 
 
 def _told(

@@ -75,8 +75,8 @@ class ServedQuality(ReportRecord):
     spread: float
     context: int
     windows: int
-    windows_left_out: int  # that the server reads as other tokens
-    tokens_left_out: int  # of which it told nothing
+    windows_skipped: int  # that the server reads as other tokens
+    tokens_untold: int  # of which it told nothing
     tokens: int
     per_document: tuple[BoundedSums, ...] = Field(max_length=MOST_DOCUMENTS)
     figures: dict[str, BoundedFigure]

@@ -56,13 +56,13 @@ def method(quality: ServedQuality) -> str:
     return share
 
 
-def left_out(quality: ServedQuality) -> str | None:
+def incomplete(quality: ServedQuality) -> str | None:
     """Say what was not measured of the text; None: nothing was left out."""
     parts = []
-    if quality.windows_left_out:
-        parts.append(f"{quality.windows_left_out} of {quality.windows} windows are read as other tokens")
-    if quality.tokens_left_out:
-        parts.append(f"of {units.count(quality.tokens_left_out)} tokens nothing was told")
+    if quality.windows_skipped:
+        parts.append(f"{quality.windows_skipped} of {quality.windows} windows are read as other tokens")
+    if quality.tokens_untold:
+        parts.append(f"of {units.count(quality.tokens_untold)} tokens nothing was told")
     return f"left out: {'; '.join(parts)}" if parts else None
 
 
@@ -85,7 +85,7 @@ def text(made: EndpointJudgement) -> list[str]:
         lines += [f"{title}: {value}{f' ({within})' if within else ''}" for title, value, within in rows(made.quality)]
         lines.append(f"{len(made.quality.per_document)} documents, {units.count(made.quality.tokens)} tokens")
         lines.append(method(made.quality))
-        lines += filter(None, [left_out(made.quality)])
+        lines += filter(None, [incomplete(made.quality)])
     if made.unmeasured is not None:
         lines.append(f"quality was not measured: {made.unmeasured}")
     for name, p50, p95, p99 in latency_rows(made)[1:]:
@@ -116,6 +116,6 @@ def page(made: EndpointJudgement) -> str:
         view=view,
         rows=[] if quality is None else rows(quality),
         method=None if quality is None else method(quality),
-        left_out=None if quality is None else left_out(quality),
+        incomplete=None if quality is None else incomplete(quality),
         latency=latency_rows(made),
     )

@@ -32,7 +32,7 @@ def quality(low: float, high: float, documents: int = 20, sampled: float | None 
     return served_quality.made(
         ServedQuality(
             way="prompt_logprobs", listed=20, vocabulary=100, told_share=0.9, spread=100.0, context=16,
-            windows=documents, windows_left_out=0, tokens_left_out=0, tokens=10 * documents,
+            windows=documents, windows_skipped=0, tokens_untold=0, tokens=10 * documents,
             per_document=tuple(map(sums, range(documents))), figures={},
         )
     )  # fmt: skip

@@ -67,7 +67,7 @@ def measured(gives: Gives, most: int, against: Any = None, **options: Any) -> tu
 def require_bounds(quality: ServedQuality, *, skipped: int = 0) -> None:
     """Hold bounds to exact sums; `skipped` tokens of each document are not measured, and then means alone compare."""
     assert quality.tokens == len(WINDOWS) * (TOKENS - 1 - skipped)
-    assert quality.windows_left_out == 0
+    assert quality.windows_skipped == 0
     if skipped:
         return
     for name, sums in exact().items():
@@ -101,7 +101,7 @@ def test_rows_that_lie_a_place_too_far_are_put_right() -> None:
     quality, served = measured("echo-shifted", 8)
     assert (served.way, served.shift, served.as_text) == ("echo", 1, True)
     require_bounds(quality, skipped=1)  # of the first no row is there
-    assert quality.tokens_left_out == len(WINDOWS)
+    assert quality.tokens_untold == len(WINDOWS)
     whole, _ = measured("echo-shifted", 1000)
     found = []
     for window in WINDOWS:
