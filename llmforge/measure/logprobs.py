@@ -186,14 +186,17 @@ class ServedLogprobs:
         except RunFailed:
             self.top = self._most(lambda top: self._echoed(ids[:2], top, as_text=True))
             self.as_text = True
-        found = self._echo(ids, min(self.top, 20))
-        if found is None:
+        top = min(self.top, 20)
+        for end in range(len(ids), 3, -1):  # a text that ends within a word may be read as other tokens
+            if (found := self._echo(ids[:end], top)) is not None:
+                break
+        else:
             raise ValueError("it reads a text as other tokens")
         try:
-            self._agrees(ids, found)
+            self._agrees(ids[:end], found)
         except ValueError:
             self.shift = 1
-            self._agrees(ids, self._echo(ids, min(self.top, 20)) or [])
+            self._agrees(ids[:end], self._echo(ids[:end], top) or [])
 
     def _echoed(self, ids: Sequence[int], top: int, *, as_text: bool = False) -> tuple[dict[str, Any], int | None]:
         """Ask for an echo; give its log-probabilities, and how many tokens the prompt had."""
