@@ -32,7 +32,8 @@ pytestmark = pytest.mark.xdist_group("environments")  # they are made once
 LACKING = {
     "plain": {
         **dict.fromkeys(
-            ("build", "bisect", "eval", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"), "build,cpu"
+            ("build", "bisect", "eval", "judge", "reproduce", "validate", "trace", "diff-graph", "passes", "schema"),
+            "build,cpu",
         ),
         **dict.fromkeys(("run", "bench", "triton"), "cpu"),
         **dict.fromkeys(("serve", "batch"), "cpu,serve"),
@@ -43,7 +44,19 @@ LACKING = {
     },
     "serving": {
         **dict.fromkeys(
-            ("build", "bisect", "eval", "reproduce", "validate", "trace", "diff-graph", "passes", "schema", "up"),
+            (
+                "build",
+                "bisect",
+                "eval",
+                "judge",
+                "reproduce",
+                "validate",
+                "trace",
+                "diff-graph",
+                "passes",
+                "schema",
+                "up",
+            ),
             "build",
         ),
         "tune": "build,farm",
@@ -154,6 +167,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) -> 
     (folder / "recipe.yaml").write_text(json.dumps(recipe), encoding="utf-8")
     asked = {"custom_id": "1", "url": "/v1/completions", "body": {"prompt": "If the file", "max_tokens": 4}}
     (folder / "requests.jsonl").write_text(json.dumps(asked), encoding="utf-8")
+    (folder / "texts.jsonl").write_text(
+        json.dumps({"text": "If the file does not exist, it is made."}), encoding="utf-8"
+    )
     for name in ("a", "b"):
         shutil.copy(folder / "artifact" / "engine" / "model.onnx", folder / f"{name}.onnx")
     return folder
@@ -181,6 +197,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "import": ["artifact.tar", "--out", "imported"],
     "init": [str(ROOT / "tests/data/docs-llama-7m"), "--target", "h200", "-o", "{environment}.yaml"],
     "inspect": ["artifact", "--verify"],
+    "judge": ["--url", "http://127.0.0.1:9", "--tokenizer", "artifact", "--data", "texts.jsonl"],
     "ls": ["only"],
     "migrate": ["recipe.yaml"],
     "passes": ["quantize-weights"],
@@ -248,6 +265,10 @@ def judge(environment: Environment, command: str, done: subprocess.CompletedProc
     if named is None and command == "validate":  # … and by another recipe
         assert done.returncode == 2
         assert "does not match" in done.stderr
+        return
+    if named is None and command == "judge":  # nothing is served there
+        assert done.returncode == 8
+        assert "127.0.0.1:9" in done.stderr
         return
     if named is None:
         assert done.returncode == 0, done.stderr

@@ -193,14 +193,15 @@ def _reference(options: JudgeOptions) -> ServedModel | Checkpoint | Artifact | N
 
 def _folder(named: str, out: Path) -> Checkpoint | Artifact:
     """Open an artifact, by its path or name, or a checkpoint."""
-    from llmforge.artifact import Artifact, references
+    from llmforge.artifact import references
     from llmforge.artifact.sealed import MANIFEST
     from llmforge.base import folders
+    from llmforge.gates import confirmed
 
     found = references.resolve(named, folders.artifacts(out))
     if (found / MANIFEST).is_file():
         extras.require("cpu")
-        return Artifact.open(found)
+        return confirmed.open_artifact(found)
     extras.require("build")
     from llmforge.checkpoint import Checkpoint
 

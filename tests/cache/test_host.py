@@ -20,7 +20,8 @@ PACKAGE = Path(llmforge.__file__).parent
 # Variables of llmforge's own: where something lies, how much it may take, who may use it, and how long one waits.
 OWN = {
     "LLMFORGE_API_KEYS", "LLMFORGE_ARTIFACTS", "LLMFORGE_CACHE", "LLMFORGE_CACHE_BYTES", "LLMFORGE_CACHE_KEY",
-    "LLMFORGE_LOG_FORMAT", "LLMFORGE_RANK_TIMEOUT_S", "LLMFORGE_RAY_ADDRESS", "LLMFORGE_REMOTE_CACHE",
+    "LLMFORGE_LOG_FORMAT", "LLMFORGE_RANK_TIMEOUT_S", "LLMFORGE_RAY_ADDRESS", "LLMFORGE_REFERENCE_KEY",
+    "LLMFORGE_REMOTE_CACHE",
     "LLMFORGE_REMOTE_CACHE_WRITE", "LLMFORGE_RUNTIMES",
 }  # fmt: skip
 

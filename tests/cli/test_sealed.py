@@ -297,6 +297,7 @@ REFUSE: dict[str, tuple[object, ...]] = {
     "serve": ("FORGED", "--port", "0"),
     "batch": ("FORGED", RECIPE, "-o", "FOLDER"),
     "bench": ("FORGED", *BENCH),
+    "judge": ("--url", "http://127.0.0.1:9", "--reference", "FORGED", "--data", RECIPE),
     "triton": ("FORGED", "-o", "FOLDER"),
     "gate": ("FORGED",),
     "diff": ("FORGED", "FORGED"),

@@ -66,7 +66,7 @@ def test_everything_that_stands_in_the_file_arrives(tmp_path: Path) -> None:
     assert loaded.target == "cpu-avx2"
     assert loaded.engine.model_dump() == {
         "backend": "onnxruntime", "max_context": 256, "max_batch": 4, "threads": None, "decode_batches": (),
-        "cuda_graphs": "require", "deferred": False, "tensor_parallel": 1,
+        "cuda_graphs": "require", "deferred": False, "tensor_parallel": 1, "tensorrt": False,
         "kv_cache": None, "quant_method": "compressed-tensors",
     }  # fmt: skip
     assert loaded.calibration is not None

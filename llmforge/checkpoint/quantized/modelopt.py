@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.base.errors import UnsupportedError
@@ -161,6 +160,8 @@ def _of_weight(config: Mapping[str, Any], stored: Mapping[str, TensorEntry], mod
         whole = stored[f"{module}.{_WHOLE}"]
         part(stored, whole.name, ["FLOAT"], rank=min(len(whole.shape), 1))
         parts = {"weight_packed": weight, "weight_scale": scale, "weight_global_scale": whole}
+        import onnx_ir as ir  # of the extra `build`
+
         return ModelOptFp4(name, (rows, 2 * columns), ir.DataType.BFLOAT16, parts)
     size = config.get("group_size", 128)
     part(stored, scale.name, FLOATS)

@@ -34,7 +34,8 @@ VALUES: dict[str, Any] = {
     "prediction": None, "presence_penalty": 0.5, "prompt_cache_key": "a", "random_seed": 3, "reasoning_effort": None,
     "repetition_penalty": 1.1,
     "response_format": {"type": "text"}, "safety_identifier": "a", "seed": 3, "service_tier": "auto", "stop": ["a"],
-    "stop_token_ids": [9], "stop_words": "a", "store": False, "stream": False, "stream_options": {}, "suffix": "",
+    "stop_token_ids": [9], "stop_words": "a", "thinking_token_budget": None,
+    "store": False, "stream": False, "stream_options": {}, "suffix": "",
     "structured_outputs": {"regex": "a"}, "temperature": 0.5, "tool_choice": "none", "tools": [], "top_k": 3,
     "top_logprobs": None, "top_p": 0.9, "user": "a", "verbosity": "medium", "web_search_options": None,
 }  # fmt: skip
