@@ -214,6 +214,7 @@ def test_what_is_not_measured_is_said(home: Path, monkeypatch: pytest.MonkeyPatc
     assert "what builds is not installed" in invoke("init", SAMPLE, "--force").stderr
 
 
+@pytest.mark.thorough
 def test_passes_that_would_find_nothing_are_left_out(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention with a position bias has no kernel: its cache stays as it is. The build takes the trace."""
     monkeypatch.setattr(trial, "run", TRIAL)

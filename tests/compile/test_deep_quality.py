@@ -93,6 +93,7 @@ def test_verify_makes_every_figure_again(built: Path, measured: Quality) -> None
     )
 
 
+@pytest.mark.thorough
 def test_figures_equal_logits_of_both_sides(folder: Path, built: Path, measured: Quality) -> None:
     runner, baseline = load(built, threads=1), Baseline(Checkpoint.open(folder / "tiny-llama"), threads=1)
     cut = windows(folder)

@@ -30,6 +30,7 @@ def frontend() -> Iterator[Frontend]:
         yield made
 
 
+@pytest.mark.thorough
 def test_it_reads_traces_and_proves_as_this_process_does(frontend: Frontend, tiny_checkpoint: Path) -> None:
     checkpoint = Checkpoint.open(tiny_checkpoint)
     assert frontend.configuration(tiny_checkpoint) == asdict(checkpoint.configuration)

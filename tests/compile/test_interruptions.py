@@ -74,6 +74,7 @@ def digest(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return Artifact.open(Path(done.stdout.splitlines()[-1])).manifest.content_digest
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "code", "stage"),
     [

@@ -335,6 +335,7 @@ def test_requantizing_is_refused_unless_it_is_wanted(tiny_checkpoint: Path, reci
     assert "requantize" not in Recipe.load(recipe_file()).resolved()
 
 
+@pytest.mark.thorough
 def test_plan_says_what_becomes_of_the_codes(tiny_checkpoint: Path, recipe_file: Callable[..., Path]) -> None:
     as_gptq(tiny_checkpoint)
     result = CliRunner().invoke(cli, ["plan", str(recipe_file()), "--json"])

@@ -110,6 +110,7 @@ def test_hosts_that_publish_at_once_lose_nothing(
         assert not system.call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")
 
 
+@pytest.mark.thorough
 @unclosed
 def test_an_upload_may_take_longer_than_an_answer(tmp_path: Path, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     """While it goes on, small files are written to the same bucket."""

@@ -180,6 +180,7 @@ def test_onnxruntime_multiplies_by_what_dequantize_says(bits: int, level: int, s
     np.testing.assert_allclose(y, x @ dequantize(matrix).T, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scale", ["fp16", "bf16", "int8"])
 @given(
     hnp.arrays(

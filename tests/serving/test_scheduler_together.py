@@ -114,7 +114,7 @@ def serve(everybody: Sequence[Client], runner: Runner, backend: Any, speculation
     return scheduler.stats()
 
 
-@pytest.mark.parametrize("requests", [80, pytest.param(REQUESTS, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("requests", [32, pytest.param(REQUESTS, marks=pytest.mark.thorough)])
 def test_many_requests_get_the_text_that_each_gets_alone(runner, texts, requests):
     everybody = clients(texts, np.random.default_rng(7))[:requests]
     stats = serve(everybody, runner, runner.session, Speculation(PromptLookup(), AlwaysPays()))

@@ -241,6 +241,7 @@ def test_tracing_twice_gives_the_same_graph_without_paths_of_this_machine(tmp_pa
         assert path.encode() not in text
 
 
+@pytest.mark.thorough
 def test_the_trace_leaves_no_hooks_behind(tiny_checkpoint: Path) -> None:
     from transformers.models.llama import modeling_llama
 
@@ -469,6 +470,7 @@ def test_what_a_checkpoint_holds_besides_parameters_comes_from_it(
         traced(tmp_path)
 
 
+@pytest.mark.thorough
 def test_a_rotary_function_with_other_arithmetic_is_left_to_the_model(
     tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,7 @@ def attacks() -> Mapping[str, tuple[Mapping[str, Any], str]]:
     }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in attacks()])
 def test_others_go_on(server: Server, name: str) -> None:
     got: list[str] = []

@@ -615,6 +615,7 @@ def test_a_hostile_chat_template_stops_neither_other_requests_nor_the_server(
 class TestEnds:
     """Servers of their own, for they end."""
 
+    @pytest.mark.thorough
     def test_sigterm_lets_a_running_stream_end(
         self, env: TritonEnv, artifacts: dict[str, Artifact], tmp_path: Path
     ) -> None:
@@ -650,6 +651,7 @@ class TestEnds:
         assert answer["error"]["status"] == "StatusCode.UNAVAILABLE"
         assert "the queue is full" in answer["error"]["message"]
 
+    @pytest.mark.thorough
     def test_a_dead_engine_fails_every_request_and_ends_the_server(
         self, env: TritonEnv, artifacts: dict[str, Artifact], tmp_path: Path
     ) -> None:

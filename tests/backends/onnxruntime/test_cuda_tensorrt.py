@@ -54,6 +54,7 @@ def test_settings_follow_the_recipe_and_are_written_down(tmp_path: Path, steps: 
     assert rest == cuda.provider_options(graphs=False)
 
 
+@pytest.mark.thorough
 def test_plans_of_other_weights_have_another_name(tmp_path: Path):
     """The provider names plans by the graph alone, and would take those of another checkpoint."""
     names = []
