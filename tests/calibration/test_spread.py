@@ -40,6 +40,8 @@ from llmforge.quantization.statistics import (
 
 from ..models import zoo
 
+pytestmark = pytest.mark.thorough
+
 WEIGHTS = WeightDemand(Gptq(), Grid(4, 32, False))
 DEMANDS = (WEIGHTS, KvRangeDemand(), ChannelDemand(), InputRangeDemand(Smoothing("int8", per_token=False, alpha=0.5)))
 WINDOWS = [

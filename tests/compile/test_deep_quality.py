@@ -29,6 +29,8 @@ from llmforge.serving import Runner, Sampling, load
 
 from ..models.checkpoints import write_checkpoint
 
+pytestmark = pytest.mark.thorough
+
 WORDS = ("graph", "engine", "pass", "weight", "scale", "token", "cache", "layer", "head", "probe", "gate", "report")
 ASKED = {"data": "evaluation.jsonl", "context": 64, "samples": 10, "decode_tokens": 600}
 
@@ -84,7 +86,6 @@ def kld(p: NDArray[np.float32], q: NDArray[np.float32]) -> NDArray[np.float64]:
     return (np.exp(p) * (p - q)).sum(-1)
 
 
-@pytest.mark.thorough
 def test_verify_makes_every_figure_again(built: Path, measured: Quality) -> None:
     done = CliRunner().invoke(cli, ["verify", str(built)])
     assert done.exit_code == 0, done.output
@@ -93,7 +94,6 @@ def test_verify_makes_every_figure_again(built: Path, measured: Quality) -> None
     )
 
 
-@pytest.mark.thorough
 def test_figures_equal_logits_of_both_sides(folder: Path, built: Path, measured: Quality) -> None:
     runner, baseline = load(built, threads=1), Baseline(Checkpoint.open(folder / "tiny-llama"), threads=1)
     cut = windows(folder)

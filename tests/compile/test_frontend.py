@@ -23,6 +23,8 @@ from llmforge.trace.export import kept_graph
 
 from ..models.checkpoints import write_checkpoint
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(scope="module")
 def frontend() -> Iterator[Frontend]:
@@ -30,7 +32,6 @@ def frontend() -> Iterator[Frontend]:
         yield made
 
 
-@pytest.mark.thorough
 def test_it_reads_traces_and_proves_as_this_process_does(frontend: Frontend, tiny_checkpoint: Path) -> None:
     checkpoint = Checkpoint.open(tiny_checkpoint)
     assert frontend.configuration(tiny_checkpoint) == asdict(checkpoint.configuration)
@@ -94,7 +95,6 @@ def test_it_ends_with_the_block_and_with_the_process_that_started_it() -> None:
     assert not _runs(number)
 
 
-@pytest.mark.thorough
 def test_a_copy_of_it_traces_and_that_it_was_killed_is_said(tiny_checkpoint: Path) -> None:
     with Frontend() as frontend:
         files = frontend.trace(tiny_checkpoint)

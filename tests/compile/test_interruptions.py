@@ -21,6 +21,8 @@ from llmforge.base.errors import EnvironmentLacks, RunFailed
 from llmforge.compile import preflight
 from llmforge.recipe import Recipe
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipes" / "fp32.yaml"
 LOAD = "Load llmforge"  # the first stage
@@ -74,7 +76,6 @@ def digest(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     return Artifact.open(Path(done.stdout.splitlines()[-1])).manifest.content_digest
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("number", "code", "stage"),
     [

@@ -26,6 +26,8 @@ from llmforge.report import render
 from ..measure.test_scoring import serve
 from ..samples.small_artifact import publish_small
 
+pytestmark = pytest.mark.thorough
+
 HERE = importlib.util.find_spec("lm_eval") is not None
 harnessed = pytest.mark.skipif(not HERE, reason="needs the extra `eval`")
 TASK = Path(__file__).parents[2] / "docs" / "tasks" / "next-sentence.yaml"

@@ -17,6 +17,8 @@ from llmforge.runtime.config import MODEL_FILE
 
 from ...fakes.tensorrt_graphs import GRAPHS
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("tensorrt_rtx")
 
 RTX = library.of_backend("tensorrt-rtx")

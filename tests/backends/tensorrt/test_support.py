@@ -29,6 +29,8 @@ from llmforge.runtime.config import ProfileFacts
 from ...fakes import tensorrt_operators
 from ...models import graphs
 
+pytestmark = pytest.mark.thorough
+
 pytest.importorskip("tensorrt_rtx")
 
 LOOSE = Budget(kld_mean=5.0)
