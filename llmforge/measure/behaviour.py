@@ -24,6 +24,7 @@ from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol import answer as answers_
 from llmforge.serving.protocol import tools
 from llmforge.serving.protocol.answer import AnswerReader
+from llmforge.serving.protocol.harmony import HarmonyChannels
 from llmforge.serving.protocol.reasoning import Reasoning
 from llmforge.serving.protocol.tools import ToolUse
 
@@ -150,11 +151,11 @@ def ask(
     pairs = [(prompt.ids, opening) for prompt in prompts for opening in prompt.openings]
     scored = keep.block("openings", pairs, partial(side.score, pairs)) if pairs else []
     likelihoods = iter([value for value, _ in scored])
-    reader = Reasoning.find(encoder)
+    reasoning = answers_.reasoning_of(encoder)
     found = []
     for prompt, ids in zip(prompts, said, strict=True):
         margin = next(likelihoods) - next(likelihoods) if prompt.openings else None
-        found.append(read_answer(prompt, ids, encoder, reader, margin))
+        found.append(read_answer(prompt, ids, encoder, reasoning, margin))
     return found
 
 
@@ -163,34 +164,30 @@ def _answers(side: ChatSide, asked: Sequence[tuple[list[int], int]]) -> list[lis
 
 
 def read_answer(
-    prompt: ChatPrompt, ids: Sequence[int], encoder: PromptEncoder, reasoning: Reasoning | None, margin: float | None
+    prompt: ChatPrompt,
+    ids: Sequence[int],
+    encoder: PromptEncoder,
+    reasoning: Reasoning | HarmonyChannels | None,
+    margin: float | None,
 ) -> BehaviourAnswer:
     """Take an answer apart: thoughts, calls and text, by what serving reads them with."""
     cut_off = len(ids) >= prompt.document.max_tokens
     thoughts = None if reasoning is None else reasoning.parser(prompt.ids, encoder, GREEDY)()
-    begun = thoughts is not None and thoughts.thinking
     shown = {*(() if prompt.use is None else prompt.use.special_tokens)}
     shown |= set() if reasoning is None else reasoning.special_tokens
     decoder = Detokenizer(encoder.tokenizer, shown)
-    text = "".join(map(decoder.push, ids)) + decoder.flush()
     reader = AnswerReader(None if prompt.use is None else prompt.use.parser(), thoughts)
-    pieces, reason = reader.read(text, "length" if cut_off else "stop")
+    pieces = [piece for token in ids for piece in reader.read(decoder.push(token), None, 1)[0]]
+    last, reason = reader.read(decoder.flush(), "length" if cut_off else "stop")
+    pieces += last
     calls = [call["function"] for call in answers_.call_deltas(pieces)]
     return BehaviourAnswer(
         text=answers_.text_of(pieces),
         calls=tuple(MadeCall(call["name"], call["arguments"]) for call in calls),
         reasoning=answers_.thoughts_of(pieces),
-        reasoning_tokens=None if reasoning is None else _thinking_tokens(ids, encoder, reasoning, begun=begun),
+        reasoning_tokens=reader.reasoning_tokens,
         thinking_open=thoughts is not None and thoughts.thinking,
         finish_reason="tool_calls" if reason == "tool_calls" else ("length" if cut_off else "stop"),
         tokens=len(ids),
         margin=margin,
     )
-
-
-def _thinking_tokens(ids: Sequence[int], encoder: PromptEncoder, reasoning: Reasoning, *, begun: bool) -> int:
-    """Count the tokens of thoughts and their tags."""
-    begin, end = (encoder.tokenizer.token_to_id(tag) for tag in (reasoning.begin, reasoning.end))
-    if not begun and begin not in ids[:2]:  # white space may stand before it
-        return 0
-    return ids.index(end) + 1 if end in ids else len(ids)

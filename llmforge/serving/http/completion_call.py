@@ -16,7 +16,8 @@ from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.parameters import NAMES, samplings_of
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol import reasoning, tools
-from llmforge.serving.protocol.harmony import HarmonyChannels, HarmonyParser
+from llmforge.serving.protocol.answer import reasoning_of
+from llmforge.serving.protocol.harmony import HarmonyParser
 from llmforge.serving.protocol.messages import encode_messages
 from llmforge.serving.protocol.reasoning import Reasoning, ReasoningParser
 from llmforge.serving.protocol.tool_calls import CallParser
@@ -99,7 +100,7 @@ def chat_call(body: Any, encoder: PromptEncoder, model: str) -> CompletionCall:
     call = _call("chat", fields, {}, 1, adapter, encode)
     if use is not None:
         call = replace(call, requests=tuple(use.applied(each) for each in call.requests), parser=use.parser)
-    tags = HarmonyChannels.find(encoder) or Reasoning.find(encoder)
+    tags = reasoning_of(encoder)
     budget = fields.get(reasoning.BUDGET)
     if budget is not None and not isinstance(tags, Reasoning):
         raise UsageError(f"{reasoning.BUDGET}: the model has no tags of thoughts", hint=f"leave {reasoning.BUDGET} out")

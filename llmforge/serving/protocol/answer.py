@@ -7,14 +7,20 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmforge.serving.protocol.harmony import HarmonyParser
-from llmforge.serving.protocol.reasoning import ReasoningParser, Thought
+from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.protocol.harmony import HarmonyChannels, HarmonyParser
+from llmforge.serving.protocol.reasoning import Reasoning, ReasoningParser, Thought
 from llmforge.serving.protocol.tool_calls import CallDelta, CallParser, Piece
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 AnswerPiece = Thought | Piece  # str: text outside of thoughts and calls
+
+
+def reasoning_of(encoder: PromptEncoder) -> Reasoning | HarmonyChannels | None:
+    """Find how a checkpoint writes what it thinks; None: nothing says that it does."""
+    return HarmonyChannels.find(encoder) or Reasoning.find(encoder)
 
 
 class AnswerReader:

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 
 from llmforge.runtime.sampling.options import Sampling
 from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.protocol.pieces import PieceParser, held_back
 from llmforge.serving.protocol.reasoning import Thought
 
 _TOKENS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
 _NEEDED = _TOKENS[:4]
-_MARK = re.compile(r"<\|(?:start|channel|end|return)\|>")
+_MARKS = ("<|start|>", "<|channel|>", "<|end|>", "<|return|>")
+_MARK = re.compile("|".join(map(re.escape, _MARKS)))
 _MARK_OF_CALL = re.compile(r"<\|(?:start|end|return)\|>")
 _MESSAGE, _TO = "<|message|>", "to="
 _LONGEST_HEADER = 256  # characters
-_LONGEST_MARK = max(map(len, _TOKENS))
 _TAIL_TOKENS = 16  # of a prompt, that may be the header of the answer
 
 
@@ -45,34 +46,17 @@ class HarmonyChannels:
         return lambda: HarmonyParser(header if header.endswith(_MESSAGE) else "")
 
 
-class HarmonyParser:
+class HarmonyParser(PieceParser[Thought | str]):
     """Takes thoughts and headers out of an answer in pieces; however it is cut, what comes out adds up to the same.
 
     Text that no header precedes is the answer's. `header`: what the prompt ended with.
     """
 
     def __init__(self, header: str = "") -> None:
+        super().__init__(header)
         self.thinking = False  # at the end of what was pushed
-        self._pending = header
         self._calls = False  # the message is one to a function
-        self._state: Callable[[list[Thought | str], bool], bool] = self._at_start
-
-    def push(self, text: str) -> list[Thought | str]:
-        """Take more text; return what is certain now."""
-        return self._run(text, final=False)
-
-    def flush(self) -> list[Thought | str]:
-        """Return what was held back, after the last piece of text."""
-        return self._run("", final=True)
-
-    def _run(self, text: str, *, final: bool) -> list[Thought | str]:
-        self._pending += text
-        found: list[Thought | str] = []
-        while self._state(found, final):
-            pass
-        return found
-
-    # States: each takes what it can of what is pending, and says whether the next one may go on.
+        self._state = self._at_start
 
     def _at_start(self, found: list[Thought | str], final: bool) -> bool:
         text = self._pending.lstrip()
@@ -84,7 +68,7 @@ class HarmonyParser:
     def _in_message(self, found: list[Thought | str], final: bool) -> bool:
         text = self._pending
         mark = (_MARK_OF_CALL if self._calls else _MARK).search(text)
-        kept = mark.start() if mark else len(text) if final else len(text) - _held_back(text)
+        kept = mark.start() if mark else len(text) if final else len(text) - held_back(text, _MARKS)
         if kept:
             found.append(Thought(text[:kept]) if self.thinking else text[:kept])
         self._pending = text[kept:]
@@ -112,9 +96,3 @@ class HarmonyParser:
         if self._calls:
             found.append(header + end)
         return True
-
-
-def _held_back(text: str) -> int:
-    """Count the characters at the end of a text that may be the beginning of a mark."""
-    at = text.rfind("<", max(len(text) - _LONGEST_MARK, 0))
-    return len(text) - at if at >= 0 and any(mark.startswith(text[at:]) for mark in _TOKENS) else 0

@@ -16,6 +16,7 @@ from llmforge.base.wording import quoted
 from llmforge.runtime.sampling.options import Sampling, ThinkingBudget
 from llmforge.serving.chat import ChatTemplate
 from llmforge.serving.prompts import PromptEncoder
+from llmforge.serving.protocol.pieces import PieceParser, held_back
 from llmforge.serving.request import Request
 
 BUDGET = "thinking_token_budget"  # vLLM's name
@@ -88,7 +89,7 @@ class Thought:
     text: str
 
 
-class ReasoningParser:
+class ReasoningParser(PieceParser[Thought | str]):
     """Takes thoughts out of an answer that arrives in pieces; however it is cut, what comes out adds up to the same.
 
     White space around the tags belongs to neither side. Only an answer that begins with the tag, or whose prompt ended
@@ -96,28 +97,11 @@ class ReasoningParser:
     """
 
     def __init__(self, tags: Reasoning, *, begun: bool) -> None:
+        super().__init__()
         self._tags = tags
         self._state = self._in_thoughts if begun else self._at_start
-        self._pending = ""
         self.thinking = begun  # at the end of what was pushed
         self._said = False  # anything of the thoughts; then of the answer
-
-    def push(self, text: str) -> list[Thought | str]:
-        """Take more text; return what is certain now."""
-        return self._run(text, final=False)
-
-    def flush(self) -> list[Thought | str]:
-        """Return what was held back, after the last piece of text."""
-        return self._run("", final=True)
-
-    def _run(self, text: str, *, final: bool) -> list[Thought | str]:
-        self._pending += text
-        found: list[Thought | str] = []
-        while self._state(found, final):
-            pass
-        return found
-
-    # States: each takes what it can of what is pending, and says whether the next one may go on.
 
     def _at_start(self, found: list[Thought | str], final: bool) -> bool:
         text, begin = self._pending.lstrip(), self._tags.begin
@@ -137,7 +121,7 @@ class ReasoningParser:
             self._think(found, thoughts.rstrip())
             self._said = False
             return True
-        kept = len(thoughts) if final else len(thoughts) - _held_back(thoughts, self._tags.end)
+        kept = len(thoughts) if final else len(thoughts) - held_back(thoughts, [self._tags.end])
         said = thoughts[:kept].rstrip()
         self._think(found, said)
         self._pending = "" if final else (thoughts[len(said) :] if self._said else thoughts[kept:])
@@ -156,11 +140,6 @@ class ReasoningParser:
             found.append(text)
             self._said = True
         return False
-
-
-def _held_back(text: str, tag: str) -> int:
-    """Count the characters at the end of a text that may be the beginning of a tag."""
-    return next((size for size in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:size])), 0)
 
 
 def variables(fields: Mapping[str, Any], template: ChatTemplate | None) -> dict[str, Any]:

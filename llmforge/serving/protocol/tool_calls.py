@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llmforge.serving.protocol.pieces import PieceParser
 from llmforge.serving.protocol.tool_markups import MOST_SPACE, Markup, Match, ParameterMarkup, match
 from llmforge.serving.protocol.tool_values import STRING, argument, types_of
 
@@ -24,7 +25,7 @@ class CallDelta:
 Piece = str | CallDelta  # str: of the text outside of calls
 
 
-class CallParser:
+class CallParser(PieceParser[Piece]):
     """Finds calls in an answer that arrives in pieces; however it is cut, what comes out adds up to the same.
 
     A call is one where all that begins it stands there, with one of `names`; everything else is text. White space
@@ -40,13 +41,13 @@ class CallParser:
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
         parallel: bool = True,
     ) -> None:
+        super().__init__()
         self._markup = markup
         self._names = names
         self._schemas = schemas or {}
         self._parallel = parallel
         self._starts = re.compile("|".join(re.escape(p[0]) for p in sorted({*markup.heads, *markup.dropped})))
-        self._state: Callable[[list[Piece], bool], bool] = self._in_text
-        self._pending = ""  # not looked at, or not decided
+        self._state = self._in_text
         self._space: list[str] = []  # after the text that came out
         self._said = self._said_since_call = False  # any text; and after the latest call
         self._depth, self._quoted, self._escaped = 0, False, False
@@ -58,23 +59,6 @@ class CallParser:
             0,
         )  # of the value: whether any came, and what was looked through for its end
         self.calls = 0  # that have begun
-
-    def push(self, text: str) -> list[Piece]:
-        """Take more text; return what is certain now."""
-        return self._run(text, final=False)
-
-    def flush(self) -> list[Piece]:
-        """Return what was held back, after the last piece of text."""
-        return self._run("", final=True)
-
-    def _run(self, text: str, *, final: bool) -> list[Piece]:
-        self._pending += text
-        pieces: list[Piece] = []
-        while self._state(pieces, final):
-            pass
-        return pieces
-
-    # States: each takes what it can of what is pending, and says whether the next one may go on.
 
     def _in_text(self, pieces: list[Piece], final: bool) -> bool:
         text = self._pending
