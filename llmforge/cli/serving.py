@@ -81,12 +81,9 @@ Example:
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Cancel requests that take longer.")
 @engine_options
 @click.option(
-    "--prefixes",
-    "prefix_file",
-    type=PATH,
-    metavar="FILE.jsonl",
+    "--prefixes", "prefix_file", type=PATH, metavar="FILE.jsonl",
     help="What prompts begin with, computed before the first request: a JSON object with messages or prompt a line.",
-)
+)  # fmt: skip
 @click.option(
     "--prefix-store", type=PATH, metavar="FOLDER",
     help="Folder that keeps what was computed of --prefixes. Defaults to a folder in your cache folder.",

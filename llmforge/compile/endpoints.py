@@ -19,11 +19,11 @@ from llmforge.compile.texts import encoder_of
 from llmforge.gates import decision, endpoint
 from llmforge.gates.endpoint import EndpointJudgement, JudgedSide, ServedAnswer
 from llmforge.measure import served_answers, served_quality
-from llmforge.measure.answers import ended
 from llmforge.measure.baseline import baseline_on, open_baseline
 from llmforge.measure.completions import Completions
 from llmforge.measure.logprobs import ServedLogprobs, TokenNames
 from llmforge.measure.quality import Logits
+from llmforge.measure.scoring import before_end
 from llmforge.measure.served_answers import Prompt, Streamed
 from llmforge.metrics.serving import figures
 from llmforge.metrics.truncation import SPREAD
@@ -156,7 +156,7 @@ def _side(asked: EndpointQuestion, names: TokenNames, windows: Sequence[TokenWin
             record,
             lambda ids: runner.logits(ids.tolist()),
             lambda prompts, tokens: [
-                tokenizer.decode(_cut(_greedy(runner, each.ids, tokens), ends)) for each in prompts
+                tokenizer.decode(before_end(_greedy(runner, each.ids, tokens), ends)) for each in prompts
             ],
         )
     baseline = open_baseline(reference, threads=asked.threads)
@@ -167,7 +167,7 @@ def _side(asked: EndpointQuestion, names: TokenNames, windows: Sequence[TokenWin
     def continued(prompts: Sequence[Prompt], tokens: int) -> list[str]:
         texts = [np.array(each.ids, np.int64) for each in prompts]
         made = baseline.greedy(texts, [tokens] * len(texts))
-        return [tokenizer.decode(_cut(each, reference.eos_token_ids)) for each in made]
+        return [tokenizer.decode(before_end(each, reference.eos_token_ids)) for each in made]
 
     return _Side(record, baseline_on([window.ids for window in windows], baseline, progress), continued)
 
@@ -190,12 +190,6 @@ def _of_server(
 def _greedy(runner: Runner, prompt: Sequence[int], tokens: int) -> list[int]:
     made = (chunk.token_id for chunk in runner.generate(prompt, Sampling(max_tokens=tokens)))
     return [token for token in made if token is not None]
-
-
-def _cut(tokens: Sequence[int], ends: Collection[int]) -> list[int]:
-    """Take an answer up to the token that ends it, which no server writes."""
-    cut = ended(tokens, list(ends))
-    return cut[:-1] if cut and cut[-1] in ends else cut
 
 
 def _encoder(source: Checkpoint | Artifact) -> tuple[TextEncoder, int, tuple[int, ...]]:

@@ -171,7 +171,7 @@ class Farm:
         """
         self._look()
         if self._news is None:
-            self._news = self._asked(self._board.take.remote)
+            self._news = self._board.take.remote()  # to the actor itself: the head is not asked
         # The board answers at once: it is not waited for, or nobody would wait.
         ready, _ = self.ray.wait(list(self._tasks), num_returns=1, timeout=seconds)
         told: list[tuple[str, dict[str, Any]]] = []

@@ -15,6 +15,7 @@ from typing import Literal
 from pydantic import ConfigDict, Field, ValidationError
 
 from llmforge.artifact import sealed
+from llmforge.base import whole_file
 from llmforge.base.errors import ForgedVerdict, InputError, UsageError
 from llmforge.gates import decision, release
 from llmforge.gates.decision import GateResult, Verdict
@@ -143,9 +144,12 @@ def seal(folder: Path, made: EndpointJudgement) -> tuple[Path, EndpointJudgement
     last = _digest_of(before[-1]) if before else None
     made = made.model_copy(update={"previous": last})
     file = folder / sealed.EVIDENCE / f"{_digest_of(made)}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(made.to_json(), encoding="utf-8")
-    file.chmod(sealed.MODE)
+
+    def write(partial: Path) -> None:
+        partial.write_text(made.to_json(), encoding="utf-8")
+        partial.chmod(sealed.MODE)
+
+    whole_file.write(file, write)
     return file, made
 
 

@@ -112,7 +112,7 @@ class EngineSide:
                 for row, token in zip(said, step.token_ids, strict=True):
                     if token is not None:
                         row.append(token)
-            found |= {i: ended(row, self._runner.config.eos_token_ids) for i, row in zip(rows, said, strict=True)}
+            found |= {i: before_end(row, self._runner.config.eos_token_ids) for i, row in zip(rows, said, strict=True)}
         return [found[i] for i in range(len(prompts))]
 
     def _fits(self, batch: Sequence[int], pairs: Sequence[Pair]) -> bool:
@@ -167,7 +167,7 @@ class CheckpointSide:
         for part in blocks(len(order), BATCH):
             rows = order[part]
             said = self._baseline.answers([prompts[i] for i in rows], max(counts[i] for i in rows), self._ends)
-            found |= {i: ended(row[: counts[i]], self._ends) for i, row in zip(rows, said, strict=True)}
+            found |= {i: before_end(row[: counts[i]], self._ends) for i, row in zip(rows, said, strict=True)}
         return [found[i] for i in range(len(prompts))]
 
     def answer(self, ids: Sequence[int], tokens: int, until: Sequence[str]) -> str:
@@ -176,7 +176,7 @@ class CheckpointSide:
         return cut((step[0] for step in steps), until, self._ends, self._decode)
 
 
-def ended(ids: Sequence[int], ends: Collection[int]) -> list[int]:
+def before_end(ids: Iterable[int], ends: Collection[int]) -> list[int]:
     """Take what stands before the first of `ends`."""
     return list(itertools.takewhile(lambda token: token not in ends, ids))
 

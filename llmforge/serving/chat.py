@@ -148,8 +148,8 @@ class ChatTemplate:
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """Name what an assistant thought as templates read it, by any of its names: gpt-oss' reads `thinking`."""
-    given = [message[name] for name in _REASONING if isinstance(message, Mapping) and message.get(name) is not None]
-    return {"thinking": given[0], **message, "reasoning_content": given[0]} if given else message
+    given = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    return message if given is None else {"thinking": given, **message, "reasoning_content": given}
 
 
 class _Renderer:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from llmforge import serving
 from llmforge.base.progress import Silent
@@ -18,11 +20,13 @@ from llmforge.measure.scoring import CheckpointSide, EngineSide
 from llmforge.measure.tasks import TaskEngine
 from llmforge.metrics.behaviour.document import BehaviourDocument
 from llmforge.serving import Runner, Sampling
+from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol import tool_prompt
-from llmforge.serving.protocol.reasoning import Reasoning
+from llmforge.serving.protocol.answer import reasoning_of
 
 from ..samples.small_artifact import publish_small
 
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 TOOL = {"type": "function", "function": {"name": "set_timer", "parameters": {"type": "object", "properties": {}}}}
 
 
@@ -41,7 +45,7 @@ def read(runner: Runner, text: str, **more: Any) -> Any:
     """Read `text` as an answer."""
     prompts, _ = behaviour.prepare([document(**{"max_tokens": 200, **more})], runner)
     ids = runner.tokenizer.encode(text, add_special_tokens=False).ids
-    return behaviour.read_answer(prompts[0], ids, runner, Reasoning.find(runner), None)
+    return behaviour.read_answer(prompts[0], ids, runner, reasoning_of(runner), None)
 
 
 def test_answers_many_at_a_time_are_those_that_each_prompt_gets_alone(runner: Runner) -> None:
@@ -89,6 +93,32 @@ def test_calls_are_read_as_the_server_reads_them(runner: Runner) -> None:
     assert (answer.text.strip(), answer.finish_reason) == ("", "tool_calls")
     assert read(shown, "Five minutes.", tools=[TOOL]).calls == ()
     assert read(shown, called).calls == ()  # none are offered
+
+
+@pytest.mark.parametrize(
+    ("marks", "text"),
+    [
+        (("<think>", "</think>"), "<think>Let me see.</think>One, two."),
+        (
+            HARMONY,
+            "<|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>final<|message|>One, two.",
+        ),
+    ],
+)
+def test_thoughts_are_read_and_counted_as_the_server_does(runner: Runner, marks: Sequence[str], text: str) -> None:
+    tokenizer = Tokenizer.from_str(runner.tokenizer.to_str())
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    encoder = PromptEncoder(runner.config, tokenizer, runner.template)
+    (prompt,), _ = behaviour.prepare([document(max_tokens=200)], encoder)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids
+    made = behaviour.read_answer(prompt, ids, encoder, reasoning_of(encoder), None)
+    assert (made.reasoning, made.text, made.thinking_open) == ("Let me see.", "One, two.", False)
+    thought = text[: text.index("see.") + len("see.")]
+    assert made.reasoning_tokens is not None
+    inside = len(tokenizer.encode(thought, add_special_tokens=False).ids)
+    assert 3 < made.reasoning_tokens <= inside + 1  # with the tags, where there are some
+    cut = behaviour.read_answer(prompt, ids[: inside - 1], encoder, reasoning_of(encoder), None)
+    assert cut.thinking_open
 
 
 def test_an_answer_that_fills_its_tokens_did_not_end(runner: Runner) -> None:

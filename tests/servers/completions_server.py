@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+
+from .text_server import TextHandler, serving
 
 Logits = Callable[[Sequence[int]], NDArray[np.float32]]  # ids [S] -> logits [S, V]
 # vLLM; OpenAI's old models; llama-cpp-python 0.3.36 where a text gets no BOS; llmforge serve; llama-server; a server
@@ -109,34 +110,19 @@ def completions_server(
     """Serve `logits` at the address that is given."""
     served = CompletionsServer(tokenizer, logits, gives, most)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(TextHandler, BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._send(200, json.dumps({"data": [{"id": "m"}]}))
+            self.send_text(200, json.dumps({"data": [{"id": "m"}]}))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             status, answer = served.answer(body)
             if not body.get("stream") or status != 200:
-                self._send(status, json.dumps(answer))
+                self.send_text(status, json.dumps(answer))
                 return
             choices = [{"text": word + " "} for word in answer["choices"][0]["text"].split()]
             events = [*({"choices": [each]} for each in choices), {"choices": [], "usage": answer["usage"]}]
-            self._send(200, "".join(f"data: {json.dumps(each)}\n\n" for each in events) + "data: [DONE]\n\n")
+            self.send_text(200, "".join(f"data: {json.dumps(each)}\n\n" for each in events) + "data: [DONE]\n\n")
 
-        def _send(self, status: int, text: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text.encode())))
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    served.url = f"http://127.0.0.1:{server.server_port}"
-    try:
+    with serving(Handler) as served.url:
         yield served
-    finally:
-        server.shutdown()
-        server.server_close()

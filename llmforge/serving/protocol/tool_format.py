@@ -247,7 +247,7 @@ def _arguments_at(markup: Markup, text: str, at: int) -> tuple[int, int, tuple[s
         except ValueError:
             return None
         return (at, end, None) if value == _ARGUMENTS else None
-    begin = at + len(text[at:]) - len(text[at:].lstrip())
+    begin = _after_space(text, at)
     found = match(markup.parameters.begin, text, begin)
     if not isinstance(found, Match):
         return None
@@ -255,12 +255,15 @@ def _arguments_at(markup: Markup, text: str, at: int) -> tuple[int, int, tuple[s
     ((name, value),) = _ARGUMENTS.items()
     if end < 0 or text[found.name_start : found.name_end] != name or argument(text[found.end : end], None) != value:
         return None
-    space = len(text[found.end : end]) - len(text[found.end : end].lstrip())
-    last = end - (len(text[found.end : end]) - len(text[found.end : end].rstrip()))
-    after = end + len(markup.parameters.end)
-    after += len(text[after:]) - len(text[after:].lstrip())
-    before = text[begin : found.name_start], text[found.name_end : found.end + space]
+    last = len(text[:end].rstrip())
+    after = _after_space(text, end + len(markup.parameters.end))
+    before = text[begin : found.name_start], text[found.name_end : _after_space(text, found.end)]
     return begin, after, (*before, text[last:after])
+
+
+def _after_space(text: str, at: int) -> int:
+    """Say where white space at a place of a text ends."""
+    return len(text) - len(text[at:].lstrip())
 
 
 def _with_naming_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
