@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
+import jsonschema
 import numpy as np
 import pytest
 from ruamel.yaml import YAML
@@ -64,8 +65,14 @@ def parse(words: list[str]) -> click.Context:
     return command.make_context(words[0], list(words[1:]), parent=parent)
 
 
+def every_container() -> list[dict[str, Any]]:
+    kinds = ("containers", "initContainers")
+    return [each for path in MANIFESTS for kind in kinds for part in find(documents(path), kind) for each in part]
+
+
 def containers() -> list[dict[str, Any]]:
-    return [each for path in MANIFESTS for part in find(documents(path), "containers") for each in part]
+    """Those that serve."""
+    return [each for each in every_container() if "ports" in each]
 
 
 def serve_lines() -> list[list[str]]:
@@ -90,7 +97,7 @@ def test_every_yaml_is_yaml() -> None:
 def test_command_lines_of_serve_are_understood() -> None:
     assert instruction("Dockerfile.serve", "ENTRYPOINT")[:2] == ["llmforge", "serve"]
     lines = serve_lines()
-    assert len(lines) == 3
+    assert len(lines) == 5
     for words in lines:
         given = parse(words).params
         assert given["artifact"] == Path("/artifact")
@@ -101,7 +108,7 @@ def test_command_lines_of_serve_are_understood() -> None:
 def test_command_lines_in_texts_are_understood() -> None:
     found = []
     for path in FILES:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8").replace("\\\n", " ").splitlines():
             if match := re.match(r"[#\s$]*llmforge (\w+ .*)", line):
                 found.append(match[1])
                 parse(shlex.split(match[1]))
@@ -248,7 +255,115 @@ def test_images_run_as_nobody_in_particular() -> None:
     for path in MANIFESTS:
         for context in find(documents(path), "readOnlyRootFilesystem"):
             assert context is True
-    assert {each["securityContext"]["allowPrivilegeEscalation"] for each in containers()} == {False}
+    assert {each["securityContext"]["allowPrivilegeEscalation"] for each in every_container()} == {False}
+
+
+CANARIES = [FOLDER / "kubernetes/canary-rollouts.yaml", FOLDER / "kubernetes/canary-kserve.yaml"]
+# The fields of Argo Rollouts 1.8 and KServe 0.15 that the canaries have, from their documentation; pods are checked by
+# kubernetes-validate (docs/deploy/README.md).
+NAME = {"type": "string", "pattern": "^[a-z0-9-]+$"}
+POD = {"type": "object", "required": ["containers", "securityContext"]}
+ROLLOUT = {
+    "type": "object", "required": ["replicas", "selector", "template", "strategy"], "additionalProperties": False,
+    "properties": {
+        "replicas": {"type": "integer"}, "revisionHistoryLimit": {"type": "integer"}, "selector": {"type": "object"},
+        "template": {"type": "object", "required": ["metadata", "spec"], "properties": {"spec": POD}},
+        "strategy": {
+            "type": "object", "required": ["canary"], "additionalProperties": False,
+            "properties": {"canary": {
+                "type": "object", "required": ["steps"], "additionalProperties": False,
+                "properties": {
+                    "stableService": NAME, "canaryService": NAME,
+                    "maxSurge": {"type": ["integer", "string"]}, "maxUnavailable": {"type": ["integer", "string"]},
+                    "steps": {"type": "array", "minItems": 1, "items": {"oneOf": [
+                        {"type": "object", "required": ["setWeight"], "additionalProperties": False,
+                         "properties": {"setWeight": {"type": "integer", "minimum": 0, "maximum": 100}}},
+                        {"type": "object", "required": ["analysis"], "additionalProperties": False,
+                         "properties": {"analysis": {"type": "object", "required": ["templates"], "properties": {
+                             "templates": {"type": "array", "items": {
+                                 "type": "object", "required": ["templateName"], "additionalProperties": False,
+                                 "properties": {"templateName": NAME}}}}}}},
+                    ]}},
+                },
+            }},
+        },
+    },
+}  # fmt: skip
+JOB = {
+    "type": "object", "required": ["backoffLimit", "template"], "additionalProperties": False,
+    "properties": {
+        "backoffLimit": {"const": 0}, "activeDeadlineSeconds": {"type": "integer"},
+        "template": {"type": "object", "required": ["spec"], "properties": {
+            "spec": {**POD, "properties": {"restartPolicy": {"const": "Never"}}}}},
+    },
+}  # fmt: skip
+ANALYSIS = {
+    "type": "object", "required": ["metrics"], "additionalProperties": False,
+    "properties": {"metrics": {"type": "array", "minItems": 1, "items": {
+        "type": "object", "required": ["name", "provider"], "additionalProperties": False,
+        "properties": {
+            "name": NAME, "count": {"type": "integer"}, "failureLimit": {"type": "integer"},
+            "provider": {"type": "object", "required": ["job"], "additionalProperties": False, "properties": {
+                "job": {"type": "object", "required": ["spec"], "properties": {"spec": JOB}}}},
+        },
+    }}},
+}  # fmt: skip
+INFERENCE = {
+    "type": "object", "required": ["predictor"], "additionalProperties": False,
+    "properties": {"predictor": {
+        **POD, "properties": {"canaryTrafficPercent": {"type": "integer", "minimum": 0, "maximum": 100}},
+        "required": ["canaryTrafficPercent", *POD["required"]],
+    }},
+}  # fmt: skip
+SCHEMAS = {"Rollout": ROLLOUT, "AnalysisTemplate": ANALYSIS, "InferenceService": INFERENCE, "Job": JOB}
+
+
+def test_canaries_have_the_fields_of_their_kinds() -> None:
+    seen = set()
+    for path in CANARIES:
+        for each in documents(path):
+            if each["kind"] in SCHEMAS:
+                jsonschema.validate(each["spec"], SCHEMAS[each["kind"]])
+                seen.add(each["kind"])
+    assert seen == SCHEMAS.keys()
+
+
+def test_a_canary_is_decided_by_the_exit_code_of_shadow() -> None:
+    """The job of Rollouts is the command itself; that of KServe gives all traffic at 0, and none at any other code."""
+    rollouts = documents(CANARIES[0])
+    rollout, analysis = rollouts[0]["spec"]["strategy"]["canary"], rollouts[-1]
+    (job,) = find(analysis, "job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    given = parse([*container["command"][1:], *container["args"]]).params
+    services = {each["metadata"]["name"] for each in rollouts if each["kind"] == "Service"}
+    assert services == {rollout["stableService"], rollout["canaryService"]}
+    assert (given["a"], given["b"]) == (f"http://{rollout['stableService']}", f"http://{rollout['canaryService']}")
+    assert {each["templateName"] for each in rollout["steps"][-1]["analysis"]["templates"]} == {
+        analysis["metadata"]["name"]
+    }
+    assert given["seconds"] < job["spec"]["activeDeadlineSeconds"]
+    (kserve_job,) = [each for each in documents(CANARIES[1]) if each["kind"] == "Job"]
+    pod = kserve_job["spec"]["template"]["spec"]
+    script = pod["initContainers"][0]["args"][0].replace("\\\n", " ")
+    line = next(line for line in script.splitlines() if line.startswith("llmforge "))
+    given = parse(shlex.split(line)[1:]).params
+    assert (given["trace"], given["gates"]) == (Path("/shadow/trace.jsonl"), Path("/shadow/gates.yaml"))
+    assert given["seconds"] < kserve_job["spec"]["activeDeadlineSeconds"]
+
+
+@pytest.mark.parametrize(("code", "percent"), [(0, 100), (3, 0), (4, 0), (8, 0)])
+def test_the_job_of_kserve_ends_its_canary(code: int, percent: int, tmp_path: Path) -> None:
+    """Its script with a kubectl that writes down what it was told."""
+    (job,) = [each for each in documents(CANARIES[1]) if each["kind"] == "Job"]
+    script = job["spec"]["template"]["spec"]["containers"][0]["args"][0].replace("/tmp/", f"{tmp_path}/")
+    (tmp_path / "code").write_text(f"{code}\n")
+    (tmp_path / "kubectl").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {tmp_path}/told\n')
+    (tmp_path / "kubectl").chmod(0o755)
+    done = subprocess.run(["sh", "-c", script], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=False)
+    assert done.returncode == code
+    told = (tmp_path / "told").read_text().splitlines()
+    assert told[:3] == ["patch", "inferenceservice", "llmforge"]
+    assert json.loads(told[-1]) == {"spec": {"predictor": {"canaryTrafficPercent": percent}}}
 
 
 def test_what_the_dockerfile_copies_is_what_pip_builds_from() -> None:

@@ -22,7 +22,7 @@ COMMON = {
 # All commands, as `llmforge --help all` lists them: in the order in which someone comes to need them.
 SECTIONS = {
     "From a checkpoint to a server": ("init", "up", "plan", "build", "run", "serve", "batch", "triton"),
-    "Measure and decide": ("bench", "eval", "gate", "judge", "diff", "validate", "history", "verify"),
+    "Measure and decide": ("bench", "eval", "gate", "judge", "shadow", "diff", "validate", "history", "verify"),
     "Improve": ("tune", "bisect", "reproduce", "migrate"),
     "Keep and share": (
         "ls", "tag", "promote", "rm", "gc", "export", "import", "push", "pull", "sign", "cache",

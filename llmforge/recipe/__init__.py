@@ -3,7 +3,7 @@
 from llmforge.recipe.behaviour import BehaviourSpec
 from llmforge.recipe.calibration import CalibrationSpec
 from llmforge.recipe.engine import EngineSpec
-from llmforge.recipe.gates import Gates, GatesFile, GateSpec, misdirected
+from llmforge.recipe.gates import Gates, GatesFile, GateSpec, PairedGatesFile, misdirected
 from llmforge.recipe.json_schema import json_schema
 from llmforge.recipe.latency import LatencySpec, WorkloadSpec, WorkloadsSpec
 from llmforge.recipe.quality import QualitySpec
@@ -21,6 +21,7 @@ __all__ = [
     "Gates",
     "GatesFile",
     "LatencySpec",
+    "PairedGatesFile",
     "QualitySpec",
     "Recipe",
     "ServingSpec",

@@ -141,6 +141,21 @@ class GatesFile(Section):
         return found
 
 
+class PairedGatesFile(Section):
+    """Gates of a shadow: limits on what differs between pairs of answers; a YAML file."""
+
+    gates: dict[str, GateSpec] = Field(description="limits of paired figures, `min` or `max` (docs/shadow.md)")
+
+    @classmethod
+    def load(cls, path: Path) -> PairedGatesFile:
+        """Read the file at `path`; raises as `GatesFile.load`."""
+        source = read(path)
+        try:
+            return cls.model_validate_json(json.dumps(source.data))
+        except ValidationError as error:
+            raise collect(describe(error, source, cls.model_json_schema())) from None
+
+
 def contradictions(gates: Gates, validation: ValidationSpec, apart: Sequence[str]) -> Iterator[Contradiction]:
     """Find gates of what is not measured, or that watch the better direction; `apart` are adapters to choose from."""
     for metric, gate in gates.items():
