@@ -11,7 +11,7 @@ import click
 from llmforge.base import folders
 from llmforge.base.errors import ForgedVerdict, GateFailed, GateInconclusive, UsageError
 from llmforge.cli import output
-from llmforge.cli.parameters import ARTIFACT, LOCATION, NATURAL, VERSION, out_option, refuse_given
+from llmforge.cli.parameters import ARTIFACT, LOCATION, NATURAL, PATH, VERSION, out_option, refuse_given
 from llmforge.cli.provenance import arrival_check, signature_options
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ Examples:
   llmforge promote NAME VERSION --to prod
   llmforge serve NAME:prod
   llmforge promote NAME --to prod --rollback
+  llmforge promote NAME VERSION --to prod --triton models    # which a Triton watches
 """
 
 
@@ -169,9 +170,15 @@ Examples:
 @click.argument("version", required=False)
 @click.option("--to", "tag", metavar="TAG", required=True, help="Tag to move.")
 @click.option("--rollback", is_flag=True, help="Return TAG to the version that it was on before.")
+@click.option(
+    "--triton", "models", type=PATH, metavar="REPO",
+    help="Add it to this model repository, too, as the next version of NAME: a Triton that polls it loads it.",
+)  # fmt: skip
 @out_option(_OUT)
 @_JSON
-def promote(name: str, version: str | None, tag: str, rollback: bool, out: Path, as_json: bool) -> None:
+def promote(
+    name: str, version: str | None, tag: str, rollback: bool, models: Path | None, out: Path, as_json: bool
+) -> None:
     """Move TAG to VERSION of the artifact NAME if its gates passed.
 
     Does what `llmforge verify` does first: every file is hashed, and the gates are judged again.
@@ -189,7 +196,22 @@ def promote(name: str, version: str | None, tag: str, rollback: bool, out: Path,
     _require_passed(opened)
     version = opened.path.name
     moved = tags.rollback(parent, tag, version) if rollback else tags.move(parent, tag, version, "promote")
+    if models is not None:
+        _add_to_triton(opened, models)
     _say(f"{name}:{tag}", version, moved, as_json)
+
+
+def _add_to_triton(opened: Artifact, models: Path) -> None:
+    """Make an artifact the newest version of its model in a repository, unless it is."""
+    from llmforge.cli import console
+    from llmforge.triton import repository
+
+    model = repository.of_artifact(opened)
+    newest = repository.newest(models, model.name)
+    if newest and repository.is_of(models / model.name / str(newest), opened):
+        return
+    repository.export(opened, model, models, version=newest + 1)
+    console.say(f"note: it is version {newest + 1} of {models / model.name}")
 
 
 _EXPORT = """\b

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Sequence
+from pathlib import PurePath
 
 from ruamel.yaml import YAML
 
 from llmforge.gates.records import Report
+from llmforge.metrics import catalog
+from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.quality_metrics import QualityMetric
 from llmforge.report import render
 from llmforge.rewrite.pass_base import Numerics
 
@@ -38,8 +43,29 @@ def _front_matter(report: Report, repository: str | None) -> str:
         data["base_model"] = repository
         if lossy:  # the Hub has no word for the same weights in another form
             data["base_model_relation"] = "quantized"
+    if (results := _results(report)) is not None:
+        data["model-index"] = [{"name": report.name, "results": [results]}]
     stream = io.StringIO()
     yaml = YAML(typ="safe")
     yaml.default_flow_style = False
     yaml.dump(data, stream)
     return f"---\n{stream.getvalue()}---\n"
+
+
+def _results(report: Report) -> dict[str, object] | None:
+    """Give the figures of quality as the Hub's `model-index` has evaluation results; None: there are none."""
+    quality = report.quality
+    if quality is None:
+        return None
+    metrics = [
+        {"type": metric.name, "name": metric.title, "value": found.value}
+        for metric in catalog.of_kind(QualityMetric)
+        if isinstance(found := quality.figures.get(metric.name), Estimate) and math.isfinite(found.value)
+    ]
+    validation = report.recipe.get("validation") or {}
+    data = str((validation.get("quality") or {}).get("data") or "validation text")
+    return {
+        "task": {"type": "text-generation"},
+        "dataset": {"type": "text", "name": PurePath(data).name},
+        "metrics": metrics,
+    }

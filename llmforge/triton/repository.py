@@ -232,6 +232,19 @@ def export(artifact: Artifact, model: TritonModel, repository: Path, *, version:
     return repository / model.name
 
 
+def newest(repository: Path, name: str) -> int:
+    """Give the highest version of a model in a repository; 0: there is none."""
+    folder = repository / name
+    found = [each.name for each in folder.iterdir()] if folder.is_dir() else []
+    return max((int(each) for each in found if each.isdecimal()), default=0)
+
+
+def is_of(version: Path, artifact: Artifact) -> bool:
+    """Say whether a version of a model was exported from an artifact."""
+    manifest = version / MANIFEST
+    return manifest.is_file() and manifest.read_bytes() == (artifact.path / MANIFEST).read_bytes()
+
+
 @contextmanager
 def published(repository: Path, name: str, version: int) -> Iterator[Path]:
     """Give a folder that does not exist yet, to write a model with one version in; it gets its name afterwards.

@@ -140,6 +140,19 @@ def test_the_card_is_one_that_the_hub_reads(written: Path) -> None:
     assert "## Limits" in found.text
 
 
+def test_the_card_has_figures_that_the_hub_reads(written: Path) -> None:
+    report = reported()
+    assert report.quality is not None
+    results = ModelCard((written / "README.md").read_text()).data.eval_results
+    (data,) = {each.dataset_name for each in results}
+    assert data.endswith(".jsonl") or data == "validation text"
+    found = {each.metric_type: each.metric_value for each in results}
+    assert found["kld_mean"] == report.quality.figures["kld_mean"].value
+    assert {each.task_type for each in results} == {"text-generation"}
+    without = report.model_copy(update={"quality": None})
+    assert "model-index" not in card.write(without, repository=None, revision=None)
+
+
 def test_without_the_hub_the_card_names_no_base_model() -> None:
     text = card.write(reported(), repository=None, revision=None)
     assert "base_model" not in text

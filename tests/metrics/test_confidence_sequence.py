@@ -90,12 +90,16 @@ def test_equal_servers_are_decided_after_few_requests() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", STREAMS)
 def test_the_mean_is_ever_outside_in_10_000_looks_no_more_often_than_alpha(name: str) -> None:
-    """2,000 streams each, a look after every value; seen: 2.6 to 4.1 % at α 5 %."""
+    """8,000 streams each, a look after every value; seen: .78 to 4.83 %.
+
+    α is the most that is ever wrong: of so many streams .05 may seem to be .0585 (3.5 standard deviations).
+    """
     mean, draw = STREAMS[name]
     rng = np.random.default_rng(38)
-    alpha, streams = 0.05, 2000
+    alpha, streams = 0.05, 8000
     made = BettingSequence(alpha, streams=streams, grid=np.array([mean]))
     for _ in range(10_000):
         made.add(draw(rng, streams))
-    wrong = int(((made._rejected_below > 0) | (made._rejected_above > 0)).sum())
-    assert wrong / streams <= alpha
+    wrong = float(((made._rejected_below > 0) | (made._rejected_above > 0)).mean())
+    print(f"{name}: {wrong:.2%}")
+    assert wrong <= alpha + 3.5 * (alpha * (1 - alpha) / streams) ** 0.5

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -40,14 +42,23 @@ def random_decoder(
     return _publish(out, "random", model, checkpoint, spec, serving, template)
 
 
-def scripted(out: Path, checkpoint: Path, text: str, *, max_context: int, serving: ServingSpec) -> Artifact:
+def scripted(
+    out: Path,
+    checkpoint: Path,
+    text: str,
+    *,
+    max_context: int,
+    serving: ServingSpec,
+    gates: Mapping[str, Any] | None = None,
+) -> Artifact:
     """Publish a model that says `text` again and again, from where the length of its prompt points in it.
 
-    Token `DEADLY` in a prompt makes ONNX Runtime fail.
+    `gates` are decided on figures that are made up (`stored`). Token `DEADLY` in a prompt makes ONNX Runtime fail.
     """
     ids = Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text).ids
     model = _recital(ids, max_context)
-    return _publish(out, "scripted", model, checkpoint, EngineSpec(max_context=max_context, max_batch=2), serving)
+    spec = EngineSpec(max_context=max_context, max_batch=2)
+    return _publish(out, "scripted", model, checkpoint, spec, serving, gates=gates)
 
 
 def _publish(
@@ -58,9 +69,10 @@ def _publish(
     spec: EngineSpec,
     serving: ServingSpec,
     template: str | None = None,
+    gates: Mapping[str, Any] | None = None,
 ) -> Artifact:
     spec = spec.model_copy(update={"threads": 1})
-    recipe = {"serving": serving.model_dump(mode="json")}
+    recipe = {"serving": serving.model_dump(mode="json"), **({"gates": dict(gates)} if gates else {})}
     with artifact.staging(out, name) as folder:
         built = engine.build(BuildRequest(model, folder / "engine", spec, targets.local(), (EOS,), 0))
         (folder / "tokenizer").mkdir()

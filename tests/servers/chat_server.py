@@ -42,6 +42,7 @@ def chat_server(answer: Answer, **options: Any) -> Iterator[ChatServer]:
 
     class Handler(TextHandler, BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # pieces of a stream are small, and would wait for each other for 40 ms
 
         def do_GET(self) -> None:
             self.send_text(200, json.dumps({"data": [{"id": "m"}]}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -10,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 
@@ -25,6 +27,9 @@ class Hub:
     damaged: set[str] = field(default_factory=set)  # files that come with other bytes than their hashes say
     cut: dict[str, int] = field(default_factory=dict)  # files whose first answer ends after so many bytes
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)  # method, path, range
+    writer: str | None = None  # token that may write
+    messages: list[str] = field(default_factory=list)  # of commits that came over HTTP
+    large: dict[str, bytes] = field(default_factory=dict)  # what was uploaded as large files, by SHA-256
 
     def push(self, repository: str, files: Mapping[str, bytes], branch: str = "main") -> str:
         """Add a commit to a branch; return it."""
@@ -72,6 +77,71 @@ class _Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._answer()
+
+    def do_POST(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.hub.asked.append(("POST", path, None))
+        data = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Authorization") != f"Bearer {self.hub.writer}":
+            self._refuse(401, "Unauthorized")
+        elif path == "/api/validate-yaml":  # of the card
+            self._send(json.dumps({"errors": [], "warnings": []}).encode())
+        elif path == "/api/repos/create":
+            self._create(json.loads(data))
+        elif match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/preupload/main", path):
+            files = [each["path"] for each in json.loads(data)["files"]]
+            modes = {name: "lfs" if _is_large(name) else "regular" for name in files}
+            said = [{"path": name, "uploadMode": mode, "shouldIgnore": False} for name, mode in modes.items()]
+            self._send(json.dumps({"files": said}).encode())
+        elif re.fullmatch(r"/[\w.-]+/[\w.-]+\.git/info/lfs/objects/batch", path):
+            self._batch(json.loads(data))
+        elif match := re.fullmatch(r"/api/models/([\w.-]+/[\w.-]+)/commit/main", path):
+            self._commit_files(match[1], [json.loads(line) for line in data.splitlines()])
+        else:
+            self._refuse(404, "EntryNotFound")
+
+    def do_PUT(self) -> None:
+        data = b""
+        if (length := self.headers["Content-Length"]) is not None:
+            data = self.rfile.read(int(length))
+        while length is None and (size := int(self.rfile.readline(), 16)):  # chunks
+            data += self.rfile.read(size)
+            self.rfile.readline()
+        if length is None:
+            self.rfile.readline()
+        self.hub.large[hashlib.sha256(data).hexdigest()] = data
+        self._send(b"{}")
+
+    def _create(self, asked: dict[str, str]) -> None:
+        name = f"{asked.get('organization')}/{asked['name']}"
+        if name in self.hub.repositories:
+            self._send(json.dumps({"url": f"{self.hub.url}/{name}"}).encode(), 409)
+            return
+        self.hub.push(name, {".gitattributes": b"* lfs"})
+        self._send(json.dumps({"url": f"{self.hub.url}/{name}"}).encode())
+
+    def _batch(self, asked: dict[str, Any]) -> None:
+        objects: list[dict[str, Any]] = []
+        for each in asked["objects"]:
+            missing = {"actions": {"upload": {"href": f"{self.hub.url}/upload/{each['oid']}"}}}
+            objects.append({**each, **({} if each["oid"] in self.hub.large else missing)})
+        self._send(json.dumps({"transfer": "basic", "objects": objects}).encode())
+
+    def _commit_files(self, repository: str, lines: list[dict[str, Any]]) -> None:
+        files = dict(self.hub.repositories[repository][self.hub.branches[repository, "main"]])
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header":
+                self.hub.messages.append(value["summary"])
+            elif line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.hub.large[value["oid"]]
+            else:
+                del files[value["path"]]
+        commit = self.hub.push(repository, files)
+        url = f"{self.hub.url}/{repository}/commit/{commit}"
+        self._send(json.dumps({"success": True, "commitOid": commit, "commitUrl": url}).encode())
 
     def _answer(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -156,6 +226,10 @@ def _blob(data: bytes) -> str:
 
 def _entry(name: str, data: bytes) -> dict[str, object]:
     entry: dict[str, object] = {"type": "file", "path": name, "size": len(data), "oid": _blob(data)}
-    if name.endswith((".safetensors", ".bin")):
+    if _is_large(name):
         entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
     return entry
+
+
+def _is_large(name: str) -> bool:
+    return name.endswith((".safetensors", ".bin", ".onnx", ".onnx.data"))
