@@ -380,6 +380,6 @@ def test_what_the_dockerfile_copies_is_what_pip_builds_from() -> None:
 def test_the_table_names_every_engine() -> None:
     text = (FOLDER / "README.md").read_text()
     assert set(re.findall(r"^\| `([a-z-]+)` \|", text, re.MULTILINE)) == set(PROVIDERS)
-    assert set(re.findall(r"`((?:kubernetes/)?[\w-]+\.(?:yaml|json)|Dockerfile\.\w+)`", text)) == {
+    assert set(re.findall(r"`((?:\w+/)?[\w.-]+\.(?:yaml|yml|json)|Dockerfile\.\w+)`", text)) == {
         path.relative_to(FOLDER).as_posix() for path in FILES if path.name != "README.md"
     }
