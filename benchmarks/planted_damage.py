@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from llmforge.measure import behaviour
 from llmforge.measure.baseline import Baseline
 from llmforge.measure.behaviour import ChatPrompt
 from llmforge.measure.decisive_tokens import DecisiveTokens
-from llmforge.measure.scoring import CheckpointSide
+from llmforge.measure.scoring import CheckpointSide, Likelihood, Pair, Reduce, likelihood
 from llmforge.metrics import attribution, catalog
 from llmforge.metrics.behaviour import answer, results
 from llmforge.metrics.behaviour.answer import BehaviourAnswer
@@ -94,6 +94,7 @@ class PlantedModel:
     module: Any
     encoder: PromptEncoder
     tokens: Mapping[str, tuple[int, ...]]
+    rounds: bool = False  # whether weights are other than they were
 
     @contextmanager
     def logits(self, ids: Collection[int], change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
@@ -118,9 +119,11 @@ class PlantedModel:
                 if weight.dim() == 2 and within in name:
                     kept[name] = weight.detach().clone()
                     weight.copy_(to_nearest(weight, bits))
+        self.rounds = True
         try:
             yield
         finally:
+            self.rounds = False
             with torch.no_grad():
                 for name, weight in self.module.named_parameters():
                     if name in kept:
@@ -162,31 +165,80 @@ class _Config:
 
 
 @dataclass
+class PlantedSide:
+    """A checkpoint's side that reads a text once: where weights are as they were, hidden states are, too."""
+
+    model: PlantedModel
+    side: CheckpointSide
+    hidden: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # [S, H], by text
+    said: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # by prompt, of the model as it is
+    description: str = "planted"
+
+    def logits(self, ids: Sequence[int], first: int) -> torch.Tensor:
+        """Compute the logits [S - first, V] after tokens of a text, from number `first` on."""
+        with torch.inference_mode():
+            if self.model.rounds:
+                made: torch.Tensor = self.model.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, first:]
+                return made
+            if tuple(ids) not in self.hidden:
+                inside = self.model.module.model(input_ids=torch.tensor([ids]), use_cache=False)
+                self.hidden[tuple(ids)] = inside.last_hidden_state[0]
+            found: torch.Tensor = self.model.module.lm_head(self.hidden[tuple(ids)][first:])
+            return found
+
+    def read(self, pairs: Sequence[Pair], reduce: Reduce) -> list[Any]:
+        """Give what `reduce` makes of what follows each context."""
+        return [
+            reduce(self.logits([*context, *text[:-1]], len(context) - 1).numpy()[: len(text)], text)
+            for context, text in pairs
+        ]
+
+    def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
+        """Say how likely what follows each context is."""
+        return self.read(pairs, likelihood)
+
+    def answers(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
+        """Answer greedily; who would say the same token by token as the model as it is, says what that said."""
+        asked = [at for at, (ids, count) in enumerate(zip(prompts, counts, strict=True)) if not self._says(ids, count)]
+        made = self.side.answers([prompts[at] for at in asked], [counts[at] for at in asked]) if asked else []
+        new = dict(zip(asked, made, strict=True))
+        return [new.get(at, self.said.get(tuple(ids), [])) for at, ids in enumerate(prompts)]
+
+    def _says(self, prompt: Sequence[int], count: int) -> bool:
+        said = self.said.get(tuple(prompt))
+        if said is None or self.model.rounds:
+            return False
+        chosen = self.logits([*prompt, *said], len(prompt) - 1).argmax(-1).tolist()
+        ends = self.model.tokens[answer.ENDS]
+        return chosen[: len(said)] == said and (len(said) == count or chosen[-1] in ends)
+
+
+@dataclass
 class PlantedRun:
     """Chats and texts that both sides read, and what the model as it is made of them."""
 
     model: PlantedModel
-    side: CheckpointSide
+    side: PlantedSide
     prompts: list[ChatPrompt]
-    texts: list[torch.Tensor]  # [1, S]
+    texts: list[list[int]]
     said: list[list[int]]
     beside: list[BehaviourAnswer]
     expected: list[torch.Tensor]  # log-probabilities [S, V] of texts
 
     @classmethod
     def of(
-        cls, model: PlantedModel, side: CheckpointSide, prompts: list[ChatPrompt], texts: list[torch.Tensor]
+        cls, model: PlantedModel, side: PlantedSide, prompts: list[ChatPrompt], texts: list[list[int]]
     ) -> PlantedRun:
         """Let the model as it is answer."""
         said = behaviour.ask(side, prompts, lambda done, total: None)
+        side.said = {tuple(prompt.ids): ids for prompt, ids in zip(prompts, said, strict=True)}
         beside = behaviour.read(side, prompts, said, model.encoder, said)
         run = cls(model, side, prompts, texts, said, beside, [])
         run.expected = run._log_probabilities()
         return run
 
     def _log_probabilities(self) -> list[torch.Tensor]:
-        with torch.inference_mode():
-            return [self.model.module(input_ids=ids).logits[0].log_softmax(-1) for ids in self.texts]
+        return [self.side.logits(ids, 0).log_softmax(-1) for ids in self.texts]
 
     def answers(self) -> list[BehaviourAnswer]:
         """Let the model as it is now answer."""
@@ -203,7 +255,7 @@ class PlantedRun:
         """Measure the mean KLD of the model as it is now."""
         pairs = zip(self.expected, self._log_probabilities(), strict=True)
         sums = np.array([float((a.exp() * (a - b)).sum()) for a, b in pairs], np.float64)
-        return attribution.estimate(sums, np.array([ids.shape[1] for ids in self.texts], np.float64))
+        return attribution.estimate(sums, np.array([len(ids) for ids in self.texts], np.float64))
 
 
 def judged(found: BehaviourResult, kld: Estimate, limit: float, names: Collection[str]) -> tuple[GateResult, ...]:
@@ -277,8 +329,8 @@ def prepare(
     model = PlantedModel(baseline._model, encoder, DecisiveTokens.of(encoder).ids)
     side = CheckpointSide(lambda: baseline, "", CONTEXT, config.eos_token_ids, tokenizer.decode)
     lines = text.read_text().splitlines()[:TEXTS]
-    texts = [torch.tensor([tokenizer.encode(json.loads(line)["text"]).ids[:TEXT_TOKENS]]) for line in lines]
-    return PlantedRun.of(model, side, prompts, texts)
+    texts = [tokenizer.encode(json.loads(line)["text"]).ids[:TEXT_TOKENS] for line in lines]
+    return PlantedRun.of(model, PlantedSide(model, side), prompts, texts)
 
 
 def main() -> None:

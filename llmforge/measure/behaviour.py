@@ -29,7 +29,9 @@ from llmforge.metrics.behaviour import results
 from llmforge.metrics.behaviour.answer import BehaviourAnswer, MadeCall, TokenOdds
 from llmforge.metrics.behaviour.document import BehaviourDocument
 from llmforge.metrics.behaviour.results import BehaviourResult
+from llmforge.runtime.config import FORMAT, RuntimeConfig, SessionOptions
 from llmforge.runtime.sampling.options import GREEDY
+from llmforge.serving.chat import ChatTemplate, special_tokens
 from llmforge.serving.detokenize import Detokenizer
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol import answer as answers_
@@ -137,6 +139,26 @@ def prepare(documents: Sequence[BehaviourDocument], encoder: PromptEncoder) -> t
         f"behaviour: {len(ids)} of {len(documents)} documents are left out ({ids[0]}{', …' if ids[1:] else ''}): {why}"
         for why, ids in left.items()
     )
+
+
+def encoder_of(checkpoint: Checkpoint, context: int) -> PromptEncoder:
+    """Make what writes chats as a checkpoint reads them, for answers within `context` tokens."""
+    template = None
+    if checkpoint.chat_template is not None:
+        template = ChatTemplate(checkpoint.chat_template, special_tokens(checkpoint.path), str(checkpoint.path))
+    config = RuntimeConfig(
+        format=FORMAT,
+        onnxruntime=None,
+        kernels=None,
+        max_context=context,
+        max_batch=1,
+        vocabulary=checkpoint.geometry.vocabulary,
+        eos_token_ids=tuple(checkpoint.eos_token_ids),
+        bos_token_id=checkpoint.bos_token_id,
+        caches=(),
+        session=SessionOptions(None, False, {}),
+    )
+    return PromptEncoder(config, checkpoint.tokenizer, template)
 
 
 def _prompt(document: BehaviourDocument, encoder: PromptEncoder) -> ChatPrompt:

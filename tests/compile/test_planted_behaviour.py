@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +95,7 @@ def build(place: Place, name: str, passes: list[Any], text: Path) -> tuple[Resul
     result = CliRunner().invoke(cli, ["build", str(file), "--out", str(out), "--quiet"])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
-    assert (out / name).is_dir(), result.output
-    return result, next((out / name).iterdir())
+    return result, Path(result.stdout.splitlines()[-1])
 
 
 @pytest.mark.thorough
@@ -103,7 +103,7 @@ def test_a_build_whose_calls_are_less_likely_fails_by_that_gate_alone(place: Pla
     planted = {"scale-token": {"token": CALL, "factor": 0.5, "budget": {"kld_mean": KLD}}}
     result, artifact = build(place, "damaged", ["fuse-norms", planted], data / "evaluation.jsonl")
     assert result.exit_code == 3, result.output
-    report = records.Report.read(Artifact.open(artifact))
+    report = records.read(Artifact.open(artifact))
     assert {each.metric: each.verdict.value for each in report.gates} == {
         "kld_mean": "pass", "behaviour.tool_decision": "pass", "behaviour.call_shift": "fail",
         "behaviour.answer_odds": "pass",
@@ -115,7 +115,9 @@ def test_a_build_whose_calls_are_less_likely_fails_by_that_gate_alone(place: Pla
     whole, sound = build(place, "sound", ["fuse-norms"], data / "evaluation.jsonl")
     assert whole.exit_code == 0, whole.output
     moved = CliRunner().invoke(cli, ["diff", str(sound), str(artifact)])
-    assert "Shift of calls" in moved.output
+    assert re.search(r"behaviour\.call_shift: .*; worse\)", moved.output)
+    history = CliRunner().invoke(cli, ["history", "damaged", "--out", str(place.folder / "out")])
+    assert "BEHAVIOUR.CALL_SHIFT" in history.output
 
 
 @pytest.mark.slow
