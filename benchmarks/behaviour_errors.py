@@ -114,7 +114,7 @@ def main() -> None:
     given = parser.parse_args()
     runs = given.runs
     if given.together:
-        for documents in (40, 110):
+        for documents in (110, 40):
             print_together(runs, documents)
         return
     kinds: dict[str, tuple[Draw, bool]] = {
