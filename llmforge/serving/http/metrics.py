@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from llmforge.base.errors import ForgeError
 from llmforge.serving.http.access import ServerState
+from llmforge.serving.http.recording import OUTCOMES
 from llmforge.serving.interface import Serving
 from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, ITL, TTFT, refusal
 
@@ -69,6 +70,11 @@ class ServerMetrics:
         yield steps
         if self._state.clients:
             yield from self._of_keys()
+        if self._state.recorder is not None:
+            recorded = CounterMetricFamily("llmforge_recorded_answers", "Answers to be recorded", labels=["outcome"])
+            for outcome in OUTCOMES:
+                recorded.add_metric([outcome], self._state.recorder.counts[outcome])
+            yield recorded
 
     def _of_keys(self) -> Iterator[Metric]:
         """Yield what each API key has asked for, and what it was refused."""
