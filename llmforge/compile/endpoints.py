@@ -110,10 +110,10 @@ def judge(asked: EndpointQuestion, progress: Progress) -> EndpointJudgement:
     said = served_answers.ask(completions, prompts, asked.answer_tokens, encoder.tokenizer, progress.advance)
     theirs = side.greedy(prompts, asked.answer_tokens)
     failed = [each.outcome.error for each in said if each.outcome.error is not None]
-    chats, left_out = None, tuple[str, ...]()
+    chats, unasked = None, tuple[str, ...]()
     if asked.behaviour is not None:
         progress.stage("Answer chats")
-        chats, left_out = _behaviour(asked, asked.behaviour, completions, encoder.tokenizer, progress)
+        chats, unasked = _behaviour(asked, asked.behaviour, completions, encoder.tokenizer, progress)
     decided = endpoint.decide(asked.limits, quality, unmeasured, chats)
     return EndpointJudgement(
         created=datetime.now(UTC).replace(microsecond=0).isoformat(),
@@ -129,7 +129,7 @@ def judge(asked: EndpointQuestion, progress: Progress) -> EndpointJudgement:
         answers=_answers(prompts, said, theirs, encoder),
         gates=decided,
         verdict=decision.overall(decided),
-        notes=(*_notes(asked, served, quality is not None, failed), *left_out),
+        notes=(*_notes(asked, served, quality is not None, failed), *unasked),
     )
 
 
@@ -195,7 +195,7 @@ def _chat_side(reference: Checkpoint | Artifact, threads: int) -> tuple[ChatSide
         return EngineSide(runner, f"{reference.manifest.name}/{reference.manifest.version}"), runner
     if (why := why_not_whole(reference)) is not None:
         raise UnsupportedError(f"{reference.path}: the checkpoint does not run: {why}")
-    encoder = behaviour.encoder_of(reference, reference.context or CHAT_CONTEXT)
+    encoder = behaviour.encoder_of(reference, reference.geometry.context or CHAT_CONTEXT)
     side = CheckpointSide(
         partial(Baseline, reference, threads=threads),
         reference.path.name,

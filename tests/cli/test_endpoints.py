@@ -108,6 +108,23 @@ def test_chats_are_answered_by_both_and_decide(served: Served, tmp_path: Path) -
     assert set(json.loads(alone.output)["behaviour"]["outcomes"]) == {"loops", "ended"}
 
 
+@pytest.mark.thorough
+def test_chats_are_held_against_a_checkpoint_and_another_server(
+    served: Served, sample_checkpoint: Path, tmp_path: Path
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    lines = [{"messages": [{"role": "user", "content": f"Say {n}."}], "max_tokens": 4} for n in range(8)]
+    chats.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    for options in (("--reference", sample_checkpoint), ("--reference", served.url, "--tokenizer", served.artifact)):
+        result = served.judge(*options, "--behaviour", chats, "--json")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.output)["behaviour"]
+        assert set(found["outcomes"]) == {"loops", "ended", "length_change"}
+        assert len(found["documents"]) == 8
+        same = all(each["baseline"] == each["artifact"] for each in found["chats"])
+        assert same is (options[1] == served.url)  # the artifact's weights are not the checkpoint's
+
+
 def test_a_gate_that_fails_ends_as_gate_does(served: Served, tmp_path: Path) -> None:
     file = gates(tmp_path, {"perplexity_ratio": {"max": 0.5}})
     result = served.judge("--reference", served.artifact, "--gates", file)
