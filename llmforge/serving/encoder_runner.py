@@ -186,7 +186,8 @@ class EncoderRunner:
             return kept
         # The epsilon of torch.nn.functional.normalize, which sentence-transformers calls.
         length = np.maximum(np.linalg.norm(kept, axis=1, keepdims=True), 1e-12)
-        return (kept / length).astype(np.float32)
+        made: NDArray[np.float32] = (kept / length).astype(np.float32)
+        return made
 
     def _require(self, kind: str) -> None:
         if self.config.kind != kind:

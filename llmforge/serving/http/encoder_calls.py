@@ -100,7 +100,7 @@ def rerank_call(body: Any, runner: EncoderRunner, model: str) -> EncoderCall:
     if not isinstance(documents, list) or not documents:
         raise UsageError("documents: expected a list of strings, or of objects with text, not empty")
     _check_count("documents", len(documents))
-    texts: list[str] = [each.get("text") if isinstance(each, dict) else each for each in documents]
+    texts: list[Any] = [each.get("text") if isinstance(each, dict) else each for each in documents]
     if not all(isinstance(each, str) for each in texts):
         raise UsageError("documents: expected strings, or objects with text")
     top_n = _whole(fields, "top_n") or len(documents)
