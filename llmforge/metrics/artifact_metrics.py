@@ -104,7 +104,6 @@ class RetrievalMetric(Metric):
 
     section = "retrieval"
     decides = True
-    beside_checkpoint = True
 
     @property
     def more(self) -> str:
@@ -117,15 +116,22 @@ class RetrievalMetric(Metric):
         return None if found is None else found.artifact
 
 
+@dataclass(frozen=True)
+class FoundMetric(RetrievalMetric):
+    """How well what is asked for is found, by the artifact and by its checkpoint."""
+
+    beside_checkpoint = True
+
+
 # fmt: off
 
 OF_RETRIEVAL: tuple[RetrievalMetric, ...] = (
 
-    RetrievalMetric(
+    FoundMetric(
         f"{retrieval.PREFIX}{retrieval.NDCG}", "nDCG@10", SCORE, "higher",
         meaning="of the first 10 passages for each query; of a reranker, among the candidates",
     ),
-    RetrievalMetric(
+    FoundMetric(
         f"{retrieval.PREFIX}{retrieval.RECALL}", "Recall@10", SHARE, "higher",
         meaning="share of the passages that answer a query among its first 10",
     ),
