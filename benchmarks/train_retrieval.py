@@ -142,6 +142,11 @@ def train_reranker(
     config = BertConfig(**{**embedder.config.to_dict(), "num_labels": 1, "architectures": None})
     model = BertForSequenceClassification(config)
     model.bert.load_state_dict(embedder.state_dict(), strict=False)
+    with torch.no_grad():  # tokens begin by looking for themselves in the other text, which takes long to be learnt
+        attention = model.bert.encoder.layer[0].attention.self
+        for part in (attention.query, attention.key):
+            part.weight.copy_(torch.eye(HIDDEN))
+            part.bias.zero_()
     every = [passage for group in groups for passage in group]
 
     def loss() -> torch.Tensor:
@@ -207,10 +212,9 @@ def main() -> None:
     tokenizer = train_tokenizer(passage for group in groups for passage in group)
     print(f"{sum(map(len, groups))} passages of {len(groups)} documents", flush=True)
     embedder = train_embedder(tokenizer, groups, given.steps, rng)
-    folder = given.out / "docs-embedder-1m"
     reranker = train_reranker(tokenizer, groups, embedder, given.reranker_steps, rng)
-    save(embedder, tokenizer, folder)
-    describe_embedder(folder)
+    save(embedder, tokenizer, given.out / "docs-embedder-1m")
+    describe_embedder(given.out / "docs-embedder-1m")
     save(reranker, tokenizer, given.out / "docs-reranker-1m")
 
 
