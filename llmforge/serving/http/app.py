@@ -135,7 +135,9 @@ class _Endpoints:
                 call, more = await self._bodies.work(data, parse)
                 if span is not None:
                     span.call(call)
-                sequences = CallStream(self._engine, call, self._metrics, span, client)
+                recorder = self._state.recorder
+                recording = None if recorder is None else recorder.begin(call)
+                sequences = CallStream(self._engine, call, self._metrics, span, client, recording)
                 refused.pop_all()
             await sequences.submit()
         except ForgeError as error:

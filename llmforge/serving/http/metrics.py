@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from llmforge.base.errors import ForgeError
 from llmforge.serving.http.access import ServerState
 from llmforge.serving.http.limits import Client
+from llmforge.serving.http.recording import OUTCOMES
 from llmforge.serving.interface import Serving
 from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, ITL, TTFT, refusal
 
@@ -70,6 +71,11 @@ class ServerMetrics:
         yield steps
         if self._state.clients:
             yield from metrics_of_keys(self._state.clients)
+        if self._state.recorder is not None:
+            recorded = CounterMetricFamily("llmforge_recorded_answers", "Answers to be recorded", labels=["outcome"])
+            for outcome in OUTCOMES:
+                recorded.add_metric([outcome], self._state.recorder.counts[outcome])
+            yield recorded
 
 
 def metrics_of_keys(clients: Sequence[Client]) -> Iterator[Metric]:

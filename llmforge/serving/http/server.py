@@ -22,6 +22,7 @@ from llmforge.serving.http.access import AccessPolicy, AccessRecord, AuthMiddlew
 from llmforge.serving.http.app import create_app
 from llmforge.serving.http.connections import Connection
 from llmforge.serving.http.encoder_app import create_encoder_app
+from llmforge.serving.http.recording import Recorder
 from llmforge.serving.http.telemetry import Telemetry
 from llmforge.serving.interface import Serving
 
@@ -53,11 +54,13 @@ def run(
     policy: AccessPolicy | None = None,
     log: Callable[[AccessRecord], None] | None = None,
     telemetry: Telemetry | None = None,
+    recorder: Recorder | None = None,
 ) -> None:
     """Serve `engine` until SIGHUP, SIGINT or SIGTERM, then finish what was asked before and close the engine.
 
     `announce` gets the server's URL once it listens, `log` every request that was answered, `telemetry` makes spans of
-    them and is closed. A second signal ends answers that are not complete.
+    them, `recorder` writes down those that have ended; both are closed. A second signal ends answers that are not
+    complete.
 
     Raises:
         InputError: the certificate or its key cannot be used.
@@ -65,7 +68,7 @@ def run(
         Unavailable: the engine failed; every request in flight got the error.
     """
     try:
-        state = ServerState()
+        state = ServerState(recorder=recorder)
         app = AuthMiddleware(_application(engine, model, state), policy or AccessPolicy(), state, log, telemetry)
         server = make_server(app, address)
         with _listen(address) as listening, _ended_by_signals(server, state):
@@ -73,8 +76,9 @@ def run(
             died = asyncio.run(_serve(server, engine, listening, state, address.grace_s))
     finally:
         engine.close(drain=False)
-        if telemetry is not None:
-            telemetry.close()
+        for each in (telemetry, recorder):
+            if each is not None:
+                each.close()
     if died:
         raise Unavailable("the engine failed and the server stopped", hint="see the log above for the cause")
 
