@@ -12,13 +12,16 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from llmforge.base import signals, small_file
 from llmforge.base.errors import EnvironmentLacks, InputError, Unavailable
+from llmforge.serving.encoder_engine import EncoderEngine
 from llmforge.serving.http.access import AccessPolicy, AccessRecord, AuthMiddleware, ServerState
 from llmforge.serving.http.app import create_app
 from llmforge.serving.http.connections import Connection
+from llmforge.serving.http.encoder_app import create_encoder_app
 from llmforge.serving.http.recording import Recorder
 from llmforge.serving.http.telemetry import Telemetry
 from llmforge.serving.interface import Serving
@@ -44,7 +47,7 @@ class Address:
 
 
 def run(
-    engine: Serving,
+    engine: Serving | EncoderEngine,
     model: str,
     address: Address,
     announce: Callable[[str], None],
@@ -66,7 +69,7 @@ def run(
     """
     try:
         state = ServerState(recorder=recorder)
-        app = AuthMiddleware(create_app(engine, model, state), policy or AccessPolicy(), state, log, telemetry)
+        app = AuthMiddleware(_application(engine, model, state), policy or AccessPolicy(), state, log, telemetry)
         server = make_server(app, address)
         with _listen(address) as listening, _ended_by_signals(server, state):
             announce(_url(listening, encrypted=address.certificate is not None))
@@ -80,8 +83,18 @@ def run(
         raise Unavailable("the engine failed and the server stopped", hint="see the log above for the cause")
 
 
+def _application(engine: Serving | EncoderEngine, model: str, state: ServerState) -> Starlette:
+    if isinstance(engine, EncoderEngine):
+        return create_encoder_app(engine, model, state)
+    return create_app(engine, model, state)
+
+
 async def _serve(
-    server: uvicorn.Server, engine: Serving, listening: socket.socket, state: ServerState, grace_s: float
+    server: uvicorn.Server,
+    engine: Serving | EncoderEngine,
+    listening: socket.socket,
+    state: ServerState,
+    grace_s: float,
 ) -> bool:
     """Run the server until it has drained, or the engine dies; return whether that was it."""
     closed = False
