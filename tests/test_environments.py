@@ -40,6 +40,7 @@ LACKING = {
         "up": "build,cpu,serve",
         "tune": "build,cpu,farm",
         "sign": "signing",
+        "mlflow": "mlflow",
         **dict.fromkeys(("push", "pull"), "registry"),
     },
     "serving": {
@@ -61,10 +62,14 @@ LACKING = {
         ),
         "tune": "build,farm",
         "sign": "signing",
+        "mlflow": "mlflow",
         **dict.fromkeys(("push", "pull"), "registry"),
     },
-    "everything": {"eval": "eval", "tune": "farm", "sign": "signing", **dict.fromkeys(("push", "pull"), "registry")},
-}
+    "everything": {
+        "eval": "eval", "tune": "farm", "sign": "signing", "mlflow": "mlflow",
+        **dict.fromkeys(("push", "pull"), "registry"),
+    },
+}  # fmt: skip
 HEAVY = {"ml_dtypes", "onnx", "onnx-ir", "onnxscript", "safetensors", "torch", "transformers"}
 EXTRAS = {"plain": "", "serving": "[cpu,serve]", "everything": "[build,cpu,serve,constraints]"}
 MARKS = {"plain": (), "serving": pytest.mark.thorough, "everything": pytest.mark.slow}
@@ -200,6 +205,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "judge": ["--url", "http://127.0.0.1:9", "--tokenizer", "artifact", "--data", "texts.jsonl"],
     "ls": ["only"],
     "migrate": ["recipe.yaml"],
+    "mlflow": ["only/{only}"],
     "passes": ["quantize-weights"],
     "plan": [str(ROOT / "tests/data/docs-llama-7m"), "--target", "h200", "--plot", "roofline.svg"],
     "pull": ["localhost:9/models/tiny:1"],
@@ -211,6 +217,7 @@ ARGUMENTS: dict[str, Sequence[str]] = {
     "schema": [],
     "serve": ["artifact", "--port", "0"],
     "tag": ["only/{only}", "new"],
+    "shadow": ["http://127.0.0.1:9", "http://127.0.0.1:9", "--trace", "texts.jsonl"],
     "sign": ["artifact", "--key", "recipe.yaml"],
     "targets": ["l4"],
     "trace": ["checkpoint", "-o", "traced.onnx"],
@@ -266,7 +273,7 @@ def judge(environment: Environment, command: str, done: subprocess.CompletedProc
         assert done.returncode == 2
         assert "does not match" in done.stderr
         return
-    if named is None and command == "judge":  # nothing is served there
+    if named is None and command in ("judge", "shadow"):  # nothing is served there
         assert done.returncode == 8
         assert "127.0.0.1:9" in done.stderr
         return

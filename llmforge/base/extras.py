@@ -28,6 +28,7 @@ _MODULES = {
     "onnxruntime-gpu": RUNTIME,
     "ruamel.yaml": "ruamel.yaml",
     "cyclonedx-python-lib": "cyclonedx",
+    "mlflow-skinny": "mlflow",
     "opentelemetry-exporter-otlp-proto-http": "opentelemetry.exporter.otlp.proto.http",
     "opentelemetry-sdk": "opentelemetry.sdk.trace",
     "pyOpenSSL": "OpenSSL",

@@ -25,7 +25,7 @@ SECTIONS = {
     "Measure and decide": ("bench", "eval", "gate", "judge", "shadow", "diff", "validate", "history", "verify"),
     "Improve": ("tune", "bisect", "reproduce", "migrate"),
     "Keep and share": (
-        "ls", "tag", "promote", "rm", "gc", "export", "import", "push", "pull", "sign", "cache",
+        "ls", "tag", "promote", "rm", "gc", "export", "import", "push", "pull", "mlflow", "sign", "cache",
     ),
     "Look up": (
         "help", "docs", "doctor", "inspect", "trace", "diff-graph", "passes", "targets", "schema", "completion",

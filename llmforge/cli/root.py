@@ -37,6 +37,7 @@ from llmforge.cli import (
     starting,
     storing,
     streams,
+    tracking,
     tuning,
 )
 from llmforge.cli.parameters import is_json_log, log_format_option, loudness_options
@@ -214,6 +215,7 @@ Exit codes:
         storing.import_,
         registries.push,
         registries.pull,
+        tracking.mlflow,
         inspecting.inspect,
         provenance.verify,
         provenance.sign,
