@@ -38,6 +38,7 @@ def test_every_requirement_is_known_by_the_module_that_it_brings() -> None:
         "tensorrt",
         "compressed_tensors",
         "gguf",
+        "mlflow",
     }  # of NVIDIA's index, and what the extra `dev` does not bring
     for module in known - export_format:
         assert importlib.util.find_spec(module) is not None, module
