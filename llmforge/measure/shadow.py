@@ -70,8 +70,12 @@ class Exchange:
         else:
             self._connection = http.client.HTTPConnection(parts.netloc, timeout=timeout_s)
         self._path = parts.path.rstrip("/").removesuffix("/v1") + request.path
-        own = {} if server.key is None else {"Authorization": f"Bearer {server.key}"}
-        self._headers = {"Content-Type": "application/json", **request.headers, **own}
+        # What a client sends goes on as it is, its content type too: the server asks web pages for JSON by it.
+        self._headers = {name.lower(): value for name, value in request.headers.items()}
+        if not request.headers:
+            self._headers["content-type"] = "application/json"
+        if server.key is not None:
+            self._headers["authorization"] = f"Bearer {server.key}"
         self._sent_s = time.perf_counter()
         self.response: http.client.HTTPResponse | None = None
 

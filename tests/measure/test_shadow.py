@@ -100,6 +100,20 @@ def test_a_proxy_passes_on_what_comes_and_copies_completions_without_the_clients
         assert {each["model"] for each in b.asked} == {"other"}
 
 
+def test_headers_go_on_once_and_unchanged_and_a_key_of_the_proxy_takes_the_place_of_the_clients() -> None:
+    with chat_server(say("one")) as a, chat_server(say("one")) as b:
+        for key, wanted in ((None, "Bearer mine"), ("own", "Bearer own")):
+            mirror = Mirror(HttpServer(b.url), lambda pair: None)
+            with listening(("127.0.0.1", 0), HttpServer(a.url, key), mirror, timeout_s=10) as proxy:
+                connection = http.client.HTTPConnection("127.0.0.1", proxy.server_address[1], timeout=10)
+                headers = {"content-type": "text/plain", "authorization": "Bearer mine", "X-Request-Id": "r"}
+                connection.request("POST", TEXT, "{}", headers)
+                assert connection.getresponse().read()
+                connection.close()
+            seen = a.headers[-1]
+            assert (seen["content-type"], seen["authorization"], seen["x-request-id"]) == ("text/plain", wanted, "r")
+
+
 def test_a_server_that_is_not_there_is_a_bad_gateway_and_an_error_of_a() -> None:
     pairs: list[ReplyPair] = []
     with chat_server(say("one")) as b:

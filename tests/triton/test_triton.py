@@ -64,6 +64,21 @@ def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_the_newest_version_of_a_repository_and_what_it_is_of(artifact: Artifact, tmp_path: Path) -> None:
+    model = repository.of_artifact(artifact)
+    assert repository.newest(tmp_path, model.name) == 0
+    for version in (2, 10):
+        repository.export(artifact, model, tmp_path, version=version)
+    assert repository.newest(tmp_path, model.name) == 10
+    version = tmp_path / model.name / "10"
+    assert repository.is_of(version, artifact)
+    manifest = version / "manifest.json"
+    manifest.chmod(0o600)
+    manifest.write_text("{}")
+    assert not repository.is_of(version, artifact)
+    assert not repository.is_of(tmp_path / model.name / "11", artifact)
+
+
 def test_an_artifact_whose_files_a_repository_links_is_read_as_before(artifact: Artifact, tmp_path: Path) -> None:
     assert export(artifact, tmp_path / "repo").exit_code == 0
     graph = artifact.path / "engine" / "model.onnx"
