@@ -86,7 +86,8 @@ def test_options_that_say_nothing_are_refused(folder: Path) -> None:
     assert shadow(folder, url, url).exit_code == 8  # nobody answers
 
 
-@pytest.mark.parametrize("stay", [pytest.param(False, marks=pytest.mark.thorough), True])
+@pytest.mark.thorough
+@pytest.mark.parametrize("stay", [False, True])
 def test_it_listens_until_it_is_decided_or_told_to_stop(folder: Path, stay: bool) -> None:
     options = ["--gates", str(folder / "gates.yaml"), *(["--stay"] if stay else []), "--shadow-model", "m"]
     with chat_server(say("one two")) as a, chat_server(say("one two")) as b:

@@ -263,6 +263,7 @@ def test_recording_costs_a_request_little(engine: Engine, tmp_path: Path) -> Non
     assert len(recorded.lines()) + recorded.recorder.counts["dropped"] == 200
 
 
+@pytest.mark.thorough
 def test_a_server_records_what_it_answers_until_it_ends(small: Artifact, tmp_path: Path) -> None:
     (tmp_path / "key").write_text("k" * 32)
     (tmp_path / "patterns").write_text("parser\n")
