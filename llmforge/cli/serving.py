@@ -52,8 +52,8 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             callback=lambda context, parameter, mib: mib << 20,
         ),
         click.option(
-            "--speculation", type=click.Choice(["off", "prompt-lookup"]), default="off",
-            help="Speculative decoding; does not change answers.",
+            "--speculation", type=click.Choice(["off", "prompt-lookup", "draft"]),
+            help="Speculative decoding; does not change answers. Defaults to what ARTIFACT was built with.",
         ),
     )  # fmt: skip
     for option in reversed(options):
