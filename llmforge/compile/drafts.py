@@ -12,8 +12,13 @@ from pathlib import Path
 
 from llmforge.backends import BACKENDS
 from llmforge.base.errors import InputError, UnsupportedError
-from llmforge.recipe import Recipe
-from llmforge.runtime.config import DRAFT_FOLDER
+from llmforge.recipe import Recipe, ServingSpec
+from llmforge.runtime.config import DRAFT_FOLDER, SpeculationFacts
+
+
+def facts_of(serving: ServingSpec) -> SpeculationFacts | None:
+    """Say what the engine is told of speculation; None: nothing."""
+    return None if serving.draft is None else SpeculationFacts(serving.draft.method, serving.draft.max_tokens)
 
 
 @dataclass(frozen=True)

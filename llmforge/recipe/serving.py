@@ -14,7 +14,8 @@ from llmforge.base.located_yaml import Source, dotted
 from llmforge.recipe.errors import collect, describe
 from llmforge.recipe.overrides import apply
 from llmforge.recipe.section import RecipePath, Section
-from llmforge.runtime.config import MOST_DRAFT_TOKENS, SpeculationFacts
+
+MOST_DRAFT_TOKENS = 7  # what a runtime reads at most (llmforge.runtime.config)
 
 
 class TritonSpec(Section):
@@ -98,11 +99,6 @@ class ServingSpec(Section):
         if isinstance(given, SpeculationSpec):
             return given
         return SpeculationSpec(method="prompt-lookup") if given == "prompt-lookup" else None
-
-    @property
-    def speculation_facts(self) -> SpeculationFacts | None:
-        """What the engine is told of it."""
-        return None if self.draft is None else SpeculationFacts(self.draft.method, self.draft.max_tokens)
 
     @classmethod
     def published(cls, recipe: Mapping[str, Any], where: str) -> ServingSpec:

@@ -8,9 +8,10 @@ from pydantic_core import to_jsonable_python
 
 from llmforge import passes, recipe
 from llmforge.base.errors import DataError, RecipeError, UsageError
+from llmforge.compile.drafts import facts_of
 from llmforge.recipe import Recipe
 from llmforge.rewrite.pass_base import Budget
-from llmforge.runtime.config import SpeculationFacts
+from llmforge.runtime.config import MOST_DRAFT_TOKENS, SpeculationFacts
 
 from ..samples.sample_passes import REGISTRY, Lay, Squeeze, Tidy
 
@@ -509,12 +510,12 @@ def test_speculation_is_a_method_or_a_mapping(tmp_path: Path) -> None:
     def drafting(text: str) -> Recipe:
         return load(tmp_path, VALID + f"serving: {{speculation: {text}}}\n")
 
-    assert load(tmp_path).serving.speculation_facts is None
-    assert drafting("off").serving.speculation_facts is None
+    assert facts_of(load(tmp_path).serving) is None
+    assert facts_of(drafting("off").serving) is None
     for text in ("prompt-lookup", "{method: prompt-lookup}"):
-        assert drafting(text).serving.speculation_facts == SpeculationFacts("prompt-lookup", 7)
+        assert facts_of(drafting(text).serving) == SpeculationFacts("prompt-lookup", MOST_DRAFT_TOKENS)
     draft = drafting("{method: draft, max_tokens: 3, checkpoint: ../smaller}")
-    assert draft.serving.speculation_facts == SpeculationFacts("draft", 3)
+    assert facts_of(draft.serving) == SpeculationFacts("draft", 3)
     assert draft.serving.draft is not None
     assert draft.serving.draft.checkpoint == (tmp_path.parent / "smaller")
     assert draft.slots_reason == "serving.speculation is draft, and drafts are not verified over blocks"

@@ -14,7 +14,7 @@ from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.onnxruntime import interop
 from llmforge.backends.onnxruntime.builder import write_tokenizer
 from llmforge.base import plugins
-from llmforge.compile import export_proxy, written_files
+from llmforge.compile import drafts, export_proxy, written_files
 from llmforge.compile.reuse import hash_of
 from llmforge.compile.state import CompileState
 from llmforge.ir import graph
@@ -140,7 +140,7 @@ def _request(state: CompileState, lowered: _Lowered) -> BuildRequest:
         streamed_execution.run_engine,
         _begin_proof(state),
         tuple(lowered.graphs) if len(lowered.graphs) > 1 else (),
-        state.recipe.serving.speculation_facts,
+        drafts.facts_of(state.recipe.serving),
     )
 
 
