@@ -74,7 +74,7 @@ Example:
 @click.option("--name", help="Model name in requests. Defaults to the name of ARTIFACT.")
 @click.option(
     "--max-queue", type=NATURAL, metavar="N", default=128,
-    help="Maximum number of waiting requests; further ones get status 503.",
+    help="Maximum number of waiting requests; further ones get status 429.",
 )  # fmt: skip
 @chat_template_option
 @tool_prompt_option
@@ -91,7 +91,7 @@ Example:
 @click.option(
     "--api-key-file", "key_file", type=PATH, metavar="FILE",
     help="API keys of which requests must have one, a line each: KEY, or KEY NAME requests=N tokens=N concurrent=N "
-    "(a minute, and at once). Also from LLMFORGE_API_KEYS, separated by commas.",
+    "(a minute, and at once) priority=N (lower ones first). Also from LLMFORGE_API_KEYS, separated by commas.",
 )  # fmt: skip
 @click.option(
     "--allow-host", "hosts", metavar="NAME", multiple=True,

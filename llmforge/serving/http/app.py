@@ -26,7 +26,7 @@ from llmforge.serving.http.call_stream import CallStream
 from llmforge.serving.http.completion_call import CompletionCall, adapter_of, chat_call, served, text_call
 from llmforge.serving.http.limits import Client, RateLimited
 from llmforge.serving.http.metrics import ServerMetrics
-from llmforge.serving.http.responses import ResponseWriter, error_body, status
+from llmforge.serving.http.responses import RETRY_AFTER_S, ResponseWriter, error_body, status
 from llmforge.serving.http.responses_call import ResponsesCall
 from llmforge.serving.http.responses_output import ResponsesWriter
 from llmforge.serving.http.telemetry import RequestSpan
@@ -40,7 +40,6 @@ from llmforge.serving.token_bytes import TokenBytes
 
 SMALL_BODY = 32 << 10  # bytes; the texts of longer ones take long to tokenize, and wait for each other only
 LONG_READERS, READERS = 2, 16  # threads that read long bodies, and others
-RETRY_AFTER_S = 1  # a queue that is full moves within about this time
 CLIENT_LEFT = 499  # nginx's status of a request whose client went away; nobody reads it
 T = TypeVar("T")
 PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"

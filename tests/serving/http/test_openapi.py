@@ -31,7 +31,7 @@ VALUES: dict[str, Any] = {
     "guided_json_object": True, "guided_regex": "a", "ignore_eos": True, "include_stop_str_in_output": True,
     "logit_bias": {"7": 1.5}, "logprobs": True, "max_completion_tokens": 3, "max_tokens": 3, "metadata": {"a": "b"},
     "min_p": 0.1, "min_tokens": 1, "modalities": ["text"], "model": "small", "n": 2, "parallel_tool_calls": True,
-    "prediction": None, "presence_penalty": 0.5, "prompt_cache_key": "a", "random_seed": 3, "reasoning_effort": None,
+    "prediction": None, "priority": 1, "presence_penalty": 0.5, "prompt_cache_key": "a", "random_seed": 3, "reasoning_effort": None,
     "repetition_penalty": 1.1,
     "response_format": {"type": "text"}, "safety_identifier": "a", "seed": 3, "service_tier": "auto", "stop": ["a"],
     "stop_token_ids": [9], "stop_words": "a", "thinking_token_budget": None,
