@@ -301,7 +301,7 @@ class Recipe(Section):
         if not self.requantize:
             del plain["requantize"]  # versions of older recipes stay
         if isinstance(self.serving.speculation, SpeculationSpec):
-            found = self.serving.speculation.model_dump(mode="json", exclude_none=True)
+            found: dict[str, Any] = self.serving.speculation.model_dump(mode="json", exclude_none=True)
             names = {key: Path(found[key]).name for key in ("checkpoint", "recipe") if key in found}
             plain["serving"]["speculation"] = {**found, **names}  # its engine's files are in the manifest
         for number, adapter in enumerate(self.adapters):

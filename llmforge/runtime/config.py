@@ -264,7 +264,10 @@ class RuntimeConfig:
             "adapters": (len(self.adapters) or None, MOST_ROWS),
             "kv_blocks": (self.kv_blocks, MOST_TOKENS),
             "ranks": (self.ranks, MOST_RANKS),
-            "speculation.max_tokens": (self.speculation and self.speculation.max_tokens, MOST_DRAFT_TOKENS),
+            "speculation.max_tokens": (
+                None if self.speculation is None else self.speculation.max_tokens,
+                MOST_DRAFT_TOKENS,
+            ),
         }
 
     @property

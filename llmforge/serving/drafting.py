@@ -50,7 +50,7 @@ def speculation_of(
     return Speculation(proposer, max_tokens=MOST_DRAFT_TOKENS if facts is None else facts.max_tokens)
 
 
-def _draft_model(runner: Runner, draft: Runner, rows: int) -> DraftModel[object]:
+def _draft_model(runner: Runner, draft: Runner, rows: int) -> Proposer:
     """Make the decoder of `draft` propose tokens for `runner`."""
     if draft.tokenizer.get_vocab() != runner.tokenizer.get_vocab():
         raise InputError("the draft artifact has a different vocabulary")

@@ -100,8 +100,8 @@ def _key(words: Sequence[str], number: int) -> ApiKey:
         limit = next((each for each in LIMITS if each == found), None)
         if limit is None or not value.isascii() or not value.isdigit() or int(value) < 1:
             raise UsageError(
-                f"API key {name}: {word[:40]!r}: expected requests=N, tokens=N (a minute) or concurrent=N, N at least 1, "
-                "or priority=N"
+                f"API key {name}: {word[:40]!r}: expected requests=N, tokens=N (a minute) or concurrent=N, N at least "
+                "1, or priority=N"
             )
         limits[limit] = int(value)
     return ApiKey(secret, name, limits, priority)
