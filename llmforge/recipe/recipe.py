@@ -302,8 +302,9 @@ class Recipe(Section):
             del plain["requantize"]  # versions of older recipes stay
         if isinstance(self.serving.speculation, SpeculationSpec):
             found: dict[str, Any] = self.serving.speculation.model_dump(mode="json", exclude_none=True)
-            names = {key: Path(found[key]).name for key in ("checkpoint", "recipe") if key in found}
-            plain["serving"]["speculation"] = {**found, **names}  # its engine's files are in the manifest
+            for key in found.keys() & {"checkpoint", "recipe"}:  # its engine's files are in the manifest
+                found[key] = Path(found[key]).name
+            plain["serving"]["speculation"] = found
         for number, adapter in enumerate(self.adapters):
             plain["adapters"][number]["path"] = {"name": adapter.path.name, "sha256": adapter.source.digest()}
         if targets.is_file(self.target):
