@@ -17,7 +17,7 @@ from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError
 from llmforge.base.plugins import Plugin, blamed, refusal
 from llmforge.base.progress import Progress, Silent
 from llmforge.ir import graph
-from llmforge.runtime.config import FILE, PluginFacts, RuntimeConfig
+from llmforge.runtime.config import FILE, PluginFacts, RuntimeConfig, SpeculationFacts
 from llmforge.runtime.device.cuda import CudaDevice
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class BuildRequest:
     run_in_parts: RunInParts | None = None  # what proves an engine of more than `WHOLE_BYTES`; None: it is loaded
     prove: Prove = at_once
     ranks: Sequence[ir.Model] = ()  # the lowered graph of each, where several share the model; `model` is the first
+    speculation: SpeculationFacts | None = None  # how it drafts tokens
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ def config(request: BuildRequest, session: SessionOptions) -> RuntimeConfig:
         caches=caches(request.model),
         session=session,
         adapters=tuple(json.loads(request.model.metadata_props.get(interface.ADAPTERS, "[]"))),
+        speculation=request.speculation,
         **own,
     )
 

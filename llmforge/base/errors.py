@@ -9,6 +9,7 @@
     ├── GateInconclusive            4   built, and the data cannot decide a gate
     ├── EnginePending              10   the engine is not built yet, and so its gates are not decided
     ├── Unavailable                 9   the engine cannot take a request now: full, or shutting down
+    │   └── QueueFull               9   as many requests wait as may
     ├── InputError                  5   checkpoint or data cannot be used
     │   ├── CheckpointError         5
     │   ├── DataError               5
@@ -92,6 +93,10 @@ class Unavailable(ForgeError):
     """The engine cannot take a request now: its queue is full, or it is shutting down. Later it may."""
 
     exit_code = 9
+
+
+class QueueFull(Unavailable):
+    """As many requests wait as may; later one more may."""
 
 
 class InputError(ForgeError):

@@ -54,8 +54,8 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             callback=lambda context, parameter, mib: mib << 20,
         ),
         click.option(
-            "--speculation", type=click.Choice(["off", "prompt-lookup"]), default="off",
-            help="Speculative decoding; does not change answers.",
+            "--speculation", type=click.Choice(["off", "prompt-lookup", "draft"]),
+            help="Speculative decoding; does not change answers. Defaults to what ARTIFACT was built with.",
         ),
     )  # fmt: skip
     for option in reversed(options):
@@ -76,7 +76,7 @@ Example:
 @click.option("--name", help="Model name in requests. Defaults to the name of ARTIFACT.")
 @click.option(
     "--max-queue", type=NATURAL, metavar="N", default=128,
-    help="Maximum number of waiting requests; further ones get status 503.",
+    help="Maximum number of waiting requests; further ones get status 429.",
 )  # fmt: skip
 @chat_template_option
 @tool_prompt_option
@@ -93,7 +93,7 @@ Example:
 @click.option(
     "--api-key-file", "key_file", type=PATH, metavar="FILE",
     help="API keys of which requests must have one, a line each: KEY, or KEY NAME requests=N tokens=N concurrent=N "
-    "(a minute, and at once). Also from LLMFORGE_API_KEYS, separated by commas.",
+    "(a minute, and at once) priority=N (lower ones first). Also from LLMFORGE_API_KEYS, separated by commas.",
 )  # fmt: skip
 @click.option(
     "--allow-host", "hosts", metavar="NAME", multiple=True,

@@ -78,7 +78,9 @@ class Evidence:
         return records.EngineRecord(
             backend=backend,
             files=tuple(
-                records.EngineFile(name=file.name, size_bytes=file.stat().st_size) for file in sorted(folder.iterdir())
+                records.EngineFile(name=file.relative_to(folder).as_posix(), size_bytes=file.stat().st_size)
+                for file in sorted(folder.rglob("*"))  # a draft has a folder of its own
+                if file.is_file()
             ),
             weights=tuple(records.WeightGroup.model_validate(group, from_attributes=True) for group in groups),
             session=dataclasses.asdict(engine.config.session) if engine is not None and runs_in_onnxruntime else {},

@@ -7,6 +7,7 @@ checkpoint and texts, and does not hold them.
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 from llmforge import artifact, passes, targets
@@ -18,7 +19,7 @@ from llmforge.base import hashed_files
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
-from llmforge.compile import chat_template, evidence, lock, retreats, written_files
+from llmforge.compile import chat_template, drafts, evidence, lock, retreats, written_files
 from llmforge.compile.answered import answering
 from llmforge.compile.evidence import Clock, Evidence, Measurement
 from llmforge.compile.stages.artifact import publish
@@ -62,8 +63,9 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
     with artifact.staging(out, manifest.name) as staging, Hashing(staging) as hashing:
         progress.stage("Build engine")
         shutil.copytree(opened.path / "tokenizer", staging / "tokenizer", copy_function=shutil.copyfile)
-        engine = builder.build(waiting.request(opened.path / "engine", staging / "engine", target, progress))
         serving = ServingSpec.published(manifest.recipe, str(opened.path))
+        request = waiting.request(opened.path / "engine", staging / "engine", target, progress)
+        engine = builder.build(replace(request, speculation=drafts.facts_of(serving)))
         made_of = {"checkpoint": f"{manifest.recipe.get('checkpoint')} {manifest.checkpoint}"}
         model = repository.TritonModel(manifest.name, target.kind, serving, engine.config, made_of)
         repository.write(model, staging / repository.FOLDER / manifest.name)

@@ -15,7 +15,7 @@ from llmforge import artifact
 from llmforge.artifact import Hashing
 from llmforge.base.progress import Progress, Silent
 from llmforge.cache import Cache
-from llmforge.compile import budgets, evidence, reuse
+from llmforge.compile import budgets, drafts, evidence, reuse
 from llmforge.compile.evidence import Clock
 from llmforge.compile.overlap import Overlap
 from llmforge.compile.preflight import CheckedRecipe
@@ -61,8 +61,17 @@ def build(
     others = evidence.interpreters(recipe, checked.target, pythons or {}, runtimes) if measure else ()
     overlap = overlap or Overlap()
     frontend = overlap.chosen_frontend(recipe, checked.steps, measure=measure)
-    with artifact.staging(out, recipe.name) as staging, overlap, Hashing(staging) as hashing:
-        state = CompileState(staging, checked.target, clock, hashing)
+
+    def build_draft(smaller: Recipe, folder: Path) -> Path:
+        return build(smaller, folder, progress, cache, measure=False).path
+
+    with (
+        drafts.built(recipe, build_draft) as draft,
+        artifact.staging(out, recipe.name) as staging,
+        overlap,
+        Hashing(staging) as hashing,
+    ):
+        state = CompileState(staging, checked.target, clock, hashing, draft=draft)
         state.checked, state.interpreters, state.overlap = checked, others, overlap
         with reuse.opened(cache, staging, clock, frontend) as state.reuse, overlap.proofs:
             open_checkpoint(state)

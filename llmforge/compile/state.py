@@ -16,6 +16,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.adapters import Adapter
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile.attribution import LayerShare
+from llmforge.compile.drafts import Draft
 from llmforge.compile.evidence import Clock, Evidence
 from llmforge.compile.lock import Lock, StageDigests
 from llmforge.compile.lossy_parts import LossyStep
@@ -112,6 +113,7 @@ class CompileState:
     clock: Clock  # counts stages, and shows them
     hashing: Hashing
     notes: list[str] = field(default_factory=list)  # for the report
+    draft: Draft | None = None  # the model that drafts tokens for this one
 
     # recipe
     checked: CheckedRecipe = field(init=False)

@@ -36,7 +36,7 @@ from llmforge.recipe.gates import Gates
 from llmforge.recipe.overrides import apply
 from llmforge.recipe.passes import MOST_PASSES, PassSpec
 from llmforge.recipe.section import TASK_FILES, Contradiction, RecipePath, Section, TargetName, content, contents
-from llmforge.recipe.serving import ServingSpec
+from llmforge.recipe.serving import ServingSpec, SpeculationSpec
 from llmforge.recipe.validation import ValidationSpec
 from llmforge.rewrite import options, pass_base
 from llmforge.rewrite.pass_base import Numerics, Pass
@@ -91,9 +91,9 @@ class Recipe(Section):
     @property
     def slots_reason(self) -> str | None:
         """Why serving, as the recipe wants it, needs a slot for each sequence; None: it does not."""
-        if self.serving.speculation != "prompt-lookup":
+        if self.serving.draft is None:
             return None
-        return "serving.speculation is prompt-lookup, and drafts are not verified over blocks"
+        return f"serving.speculation is {self.serving.draft.method}, and drafts are not verified over blocks"
 
     @model_validator(mode="after")
     def _serves_from_its_cache(self) -> Self:
@@ -300,6 +300,11 @@ class Recipe(Section):
             plain["chat_template"] = content(self.chat_template)
         if not self.requantize:
             del plain["requantize"]  # versions of older recipes stay
+        if isinstance(self.serving.speculation, SpeculationSpec):
+            found: dict[str, Any] = self.serving.speculation.model_dump(mode="json", exclude_none=True)
+            for key in found.keys() & {"checkpoint", "recipe"}:  # its engine's files are in the manifest
+                found[key] = Path(found[key]).name
+            plain["serving"]["speculation"] = found
         for number, adapter in enumerate(self.adapters):
             plain["adapters"][number]["path"] = {"name": adapter.path.name, "sha256": adapter.source.digest()}
         if targets.is_file(self.target):

@@ -13,7 +13,9 @@ from llmforge.base.errors import InputError
 from llmforge.base.located_yaml import Source, dotted
 from llmforge.recipe.errors import collect, describe
 from llmforge.recipe.overrides import apply
-from llmforge.recipe.section import Section
+from llmforge.recipe.section import RecipePath, Section
+
+MOST_DRAFT_TOKENS = 7  # what a runtime reads at most (llmforge.runtime.config)
 
 
 class TritonSpec(Section):
@@ -39,6 +41,32 @@ class TritonSpec(Section):
         return kind
 
 
+class SpeculationSpec(Section):
+    """Who drafts tokens, and how many at once; drafts are verified, and change no answer."""
+
+    method: Literal["prompt-lookup", "draft"] = Field(
+        description="prompt-lookup: what followed the last words where they stood before; draft: a smaller model"
+    )
+    max_tokens: int = Field(
+        default=MOST_DRAFT_TOKENS, ge=1, le=MOST_DRAFT_TOKENS, description="maximum number of tokens of a draft"
+    )
+    checkpoint: RecipePath | None = Field(
+        default=None,
+        description="with method draft: folder of a smaller checkpoint with the same tokenizer, relative to the recipe",
+    )
+    recipe: RecipePath | None = Field(
+        default=None, description="with method draft: the recipe of the smaller engine; default: this one"
+    )
+
+    @model_validator(mode="after")
+    def _draft_has_a_model(self) -> Self:
+        given = self.checkpoint is not None or self.recipe is not None
+        if given != (self.method == "draft"):
+            expected = "expected none of `checkpoint` and `recipe`" if given else "expected `checkpoint` or `recipe`"
+            raise ValueError(f"method is {self.method}; {expected}")
+        return self
+
+
 class ServingSpec(Section):
     """Serving options; unset ones take the default of the runtime."""
 
@@ -52,8 +80,8 @@ class ServingSpec(Section):
         le=2**50,
         description="memory for reusing the KV cache of shared prefixes, in bytes; 0 disables it",
     )
-    speculation: Literal["off", "prompt-lookup"] | None = Field(
-        default=None, description="speculative decoding with tokens copied from the prompt"
+    speculation: Literal["off", "prompt-lookup"] | SpeculationSpec | None = Field(
+        default=None, description="speculative decoding: `prompt-lookup`, or a method and its options"
     )
     timeout_s: float | None = Field(default=None, gt=0, le=1e6, description="default deadline of a request")
     triton: TritonSpec = Field(default_factory=TritonSpec)
@@ -63,6 +91,14 @@ class ServingSpec(Section):
         if self.triton.gpus and self.triton.kind == "cpu":
             raise ValueError(f"`gpus` requires kind gpu, not {self.triton.kind}")
         return self
+
+    @property
+    def draft(self) -> SpeculationSpec | None:
+        """Who drafts tokens; None: nobody does."""
+        given = self.speculation
+        if isinstance(given, SpeculationSpec):
+            return given
+        return SpeculationSpec(method="prompt-lookup") if given == "prompt-lookup" else None
 
     @classmethod
     def published(cls, recipe: Mapping[str, Any], where: str) -> ServingSpec:

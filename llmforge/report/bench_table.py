@@ -30,7 +30,12 @@ def table(report: BenchReport) -> Group:
         notes.append(f"prefix cache: {report.engine.prefix_hit_share:.1%} of prompt tokens reused")
     if report.engine is not None and report.engine.drafted_tokens:
         accepted = report.engine.accepted_tokens / report.engine.drafted_tokens
-        notes.append(f"speculation: {accepted:.1%} of {report.engine.drafted_tokens:,} drafted tokens accepted")
+        text = f"speculation: {accepted:.1%} of {report.engine.drafted_tokens:,} drafted tokens accepted"
+        if (length := report.engine.accepted_length) is not None:
+            text += f", {length:.2f} tokens by verification"
+        if (speedup := report.engine.speculation_speedup) is not None:
+            text += f"; {_estimate(speedup)} times as fast as without (95 %, {speedup.samples} {speedup.of})"
+        notes.append(text)
     errors = sum((Counter(point.figures.errors) for point in report.points), Counter[str]())
     notes += [f"{error}: {count} requests" for error, count in errors.items()]
     return Group(shown, *(Text(note, style="dim") for note in notes))

@@ -32,11 +32,15 @@ MOST_TOKENS = 2**24
 MOST_ROWS = 4096
 MOST_THREADS = 1024
 MOST_RANKS = 64  # llmforge/native/collectives.inc
+# With the token before them 8, the most for which our own attention adds as it does for one (FEW_QUERIES,
+# native/impl.inc); more pay only where nearly all are right, and each costs about a row of a prefill.
+MOST_DRAFT_TOKENS = 7
+DRAFT_FOLDER = "draft"  # in that of the engine: the engine of the model that drafts
 PLAN_FILE = "model.plan"  # what TensorRT deserializes
 
 
 # What most engines have nothing of, and their files no entry.
-_RARE = {"adapters": (), "plugin": None, "ranks": 1, "kv_blocks": None}
+_RARE = {"adapters": (), "plugin": None, "ranks": 1, "kv_blocks": None, "speculation": None}
 
 
 def rank_file(rank: int) -> str:
@@ -138,6 +142,17 @@ class PluginFacts:
 
 
 @dataclass(frozen=True)
+class SpeculationFacts:
+    """How the engine drafts tokens, where whoever loads it does not say otherwise.
+
+    `draft`: by the engine in the folder `draft` beside this file.
+    """
+
+    method: Literal["prompt-lookup", "draft"]
+    max_tokens: int  # of a draft, 1 to `MOST_DRAFT_TOKENS`
+
+
+@dataclass(frozen=True)
 class RuntimeConfig:
     """Content of `runtime.json`.
 
@@ -167,6 +182,7 @@ class RuntimeConfig:
     plugin: PluginFacts | None = None  # that brings `provider`; null: llmforge itself
     ranks: int = 1  # processes that compute each layer together, each with a graph of its own (tensor parallelism)
     kv_blocks: int | None = None  # of a pool, at most; null: the cache has a slot of `max_context` for each sequence
+    speculation: SpeculationFacts | None = None  # null: no tokens are drafted
 
     def to_json(self) -> str:
         """Write the file's text: sorted keys, one trailing newline; of what is rare, what there is."""
@@ -248,6 +264,10 @@ class RuntimeConfig:
             "adapters": (len(self.adapters) or None, MOST_ROWS),
             "kv_blocks": (self.kv_blocks, MOST_TOKENS),
             "ranks": (self.ranks, MOST_RANKS),
+            "speculation.max_tokens": (
+                None if self.speculation is None else self.speculation.max_tokens,
+                MOST_DRAFT_TOKENS,
+            ),
         }
 
     @property

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from llmforge.base.errors import ForgeError, Unavailable, UsageError
+from llmforge.base.errors import ForgeError, QueueFull, Unavailable, UsageError
 from llmforge.serving.encoder_runner import BATCH_TOKENS, EncoderInput, EncoderRunner
 
 Outcome = Future[NDArray[np.float32]]
@@ -103,7 +103,7 @@ class EncoderEngine:
             self._drop_cancelled()
             waiting = sum(each.begun == 0 for each in self._unfinished)
             if self._unfinished and waiting >= self.options.max_queue:
-                raise Unavailable(f"the queue is full: {waiting} requests are waiting")
+                raise QueueFull(f"the queue is full: {waiting} requests are waiting")
             self._unfinished.add(job)
             self._jobs.append(job)
             self._changed.notify_all()

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from llmforge.base.errors import InputError, Unavailable, UnsupportedError, UsageError
-from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
+from llmforge.base.errors import Unavailable
 from llmforge.serving import saved_prefixes
+from llmforge.serving.drafting import speculation_of
 from llmforge.serving.interface import EngineOptions, EngineStats, Serving
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Receiver, Request
@@ -19,7 +19,6 @@ from llmforge.serving.runner import Runner, load
 from llmforge.serving.saved_prefixes import PrefixStore
 from llmforge.serving.scheduler import Scheduler, scheduler_of
 from llmforge.serving.sequence import Sequence, Ticket
-from llmforge.serving.speculation import DraftModel, PromptLookup, Proposer, Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -32,12 +31,12 @@ class Engine(Serving):
     Args:
         runner: the artifact.
         options: how to serve; None: the defaults.
-        draft: the artifact that drafts tokens, with `speculation` "draft-model".
+        draft: the artifact that drafts tokens, with `speculation` "draft"; None: the runner's own, if it has one.
         store: where the options' prefixes are kept; None: nowhere.
 
     Raises:
         OSError: a prefix cannot be written.
-        UsageError: the options and `draft` do not belong together, or the prefix cache has no room for one block.
+        UsageError: there is no draft, or nothing that it is for; or the prefix cache has no room for one block.
         InputError: `draft` has another vocabulary.
         UnsupportedError: `draft` cannot take tokens back.
     """
@@ -51,13 +50,12 @@ class Engine(Serving):
     ) -> None:
         self.runner = runner
         self.options = options = options or EngineOptions()
-        proposer = _proposer(runner, options, draft)
         self._scheduler: Scheduler[Any] = scheduler_of(
             runner.session,
             runner.session.allocate(runner.config.max_batch, runner.config.max_context),
             runner.samplers,
             options,
-            speculation=None if proposer is None else Speculation(proposer),
+            speculation=speculation_of(runner, runner.config.max_batch, options.speculation, draft),
             adapters=runner.config.adapters,
         )
         saved_prefixes.fill(self._scheduler, options.prefixes, store)
@@ -194,25 +192,3 @@ class Engine(Serving):
         self._scheduler.fail(failure)
         with self._wake:
             self._stats = self._scheduler.stats()
-
-
-def _proposer(runner: Runner, options: EngineOptions, draft: Runner | None) -> Proposer | None:
-    """Make what drafts tokens for `runner`, if anything does."""
-    if (options.speculation == "draft-model") != (draft is not None):
-        raise UsageError(
-            f"speculation is {options.speculation!r} and there is {'a' if draft else 'no'} draft artifact",
-            hint="speculation 'draft-model' and a draft artifact require each other",
-        )
-    if draft is None:
-        return PromptLookup() if options.speculation == "prompt-lookup" else None
-    if draft.tokenizer.get_vocab() != runner.tokenizer.get_vocab():
-        raise InputError("the draft artifact has a different vocabulary")
-    if (reason := draft.session.signature.no_reuse_reason) is not None:
-        raise UnsupportedError(f"the draft artifact cannot discard draft tokens: {reason}")
-    if draft.session.signature.block_size is not None:
-        raise UnsupportedError(
-            "the draft artifact keeps its KV cache in blocks of one pool, and drafts need a slot for each sequence",
-            hint="build it with `engine: {kv_cache: slots}`",
-        )
-    capacity = min(runner.config.max_context, draft.config.max_context)
-    return DraftModel(draft.session, runner.config.vocabulary, runner.config.max_batch, capacity, PREFILL_CHUNK)

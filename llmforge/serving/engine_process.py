@@ -45,7 +45,7 @@ class EngineProcess(Serving):
         artifact: its folder.
         options: how to serve; None: the defaults.
         threads: of a step; None: the artifact's own number.
-        draft: the artifact that drafts tokens, with `speculation` "draft-model".
+        draft: the artifact that drafts tokens, with `speculation` "draft"; None: its own, if it has one.
         device: which GPU an engine for one gets.
         server: the id of the process that this one works for: when it ends, so does this one, by a signal.
         files: what `server` removes when it ends; should it be killed, they are removed all the same.

@@ -24,8 +24,9 @@ class EngineOptions:
     `max_queue` requests wait while all slots are taken; one more is refused. `step_tokens` is the token budget of one
     step: every decoding sequence gets its token first, the rest is for prefill; less of it makes tokens come more
     evenly, and prefill slower. `prefix_cache_bytes` bounds the prefix cache (0: there is none). `speculation`
-    "prompt-lookup" drafts tokens from the text itself, "draft-model" by a second artifact; drafts are verified where
-    that was measured to be faster, and outputs stay what they are but for ties within the rounding of a kernel.
+    "prompt-lookup" drafts tokens from the text itself, "draft" by a smaller model, the artifact's own or a second
+    artifact; None: as the artifact says. Drafts are verified where that was measured to be faster, and outputs stay
+    what they are but for ties within the rounding of a kernel.
     `timeout_s` is the default deadline of a request of their own. `prefixes` are in the prefix cache from the start,
     from files in `prefix_store` where they are there; what is not is computed, and written there.
     """
@@ -33,7 +34,7 @@ class EngineOptions:
     max_queue: int = 128
     step_tokens: int = PREFILL_CHUNK
     prefix_cache_bytes: int = 512 << 20
-    speculation: Literal["off", "prompt-lookup", "draft-model"] = "off"
+    speculation: Literal["off", "prompt-lookup", "draft"] | None = None
     timeout_s: float | None = None
     prefixes: tuple[Prefix, ...] = ()
     prefix_store: Path | None = None
@@ -45,8 +46,8 @@ class EngineOptions:
             raise UsageError(f"step_tokens {self.step_tokens}: expected 1 or more")
         if self.prefix_cache_bytes < 0:
             raise UsageError(f"prefix_cache_bytes {self.prefix_cache_bytes}: expected 0 (disabled) or more")
-        if self.speculation not in ("off", "prompt-lookup", "draft-model"):
-            raise UsageError(f"speculation {self.speculation!r}: expected off, prompt-lookup or draft-model")
+        if self.speculation not in (None, "off", "prompt-lookup", "draft"):
+            raise UsageError(f"speculation {self.speculation!r}: expected off, prompt-lookup or draft")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise UsageError(f"timeout_s {self.timeout_s}: expected more than 0")
 
@@ -81,6 +82,12 @@ class EngineStats:
     steps: Mapping[int, int]  # decode steps by the rows that ran
     finished: Mapping[str, int]  # sequences by finish reason; "error" for those that failed
     notes: tuple[str, ...]  # what was asked for and is off, and why
+
+    @property
+    def accepted_length(self) -> float | None:
+        """Mean tokens of a verification: the drafted ones that stood, and the one after them; None: there was none."""
+        runs = self.verified_tokens - self.accepted_tokens
+        return self.verified_tokens / runs if runs > 0 else None
 
     @property
     def speculation_gain(self) -> float | None:

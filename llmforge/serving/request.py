@@ -15,6 +15,9 @@ from llmforge.base.wording import quoted
 from llmforge.runtime.sampling.options import GREEDY, Sampling
 from llmforge.runtime.sampling.sampler import TokenLogprob
 
+# Either way; so nobody waits longer than 2 * MOST_PRIORITY * LEVEL_S for those who come later (`next_waiting`).
+MOST_PRIORITY = 100
+
 
 @dataclass(frozen=True)
 class Request:
@@ -32,10 +35,15 @@ class Request:
     special_tokens: frozenset[int] = frozenset()
     adapter: str = ""  # of those that the artifact keeps apart; "": none
     client: str = ""  # who asks: those who wait get places in turns; "": all the same
+    priority: int = 0  # those with lower ones get places first, as in vLLM; see `next_waiting`
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and not (math.isfinite(self.timeout_s) and self.timeout_s > 0):
             raise UsageError(f"timeout {self.timeout_s} s: expected a finite number of seconds above 0")
+        if type(self.priority) is not int or abs(self.priority) > MOST_PRIORITY:
+            raise UsageError(
+                f"priority {self.priority!r}: expected a whole number from -{MOST_PRIORITY} to {MOST_PRIORITY}"
+            )
 
     def repeated(self, n: int) -> tuple[Request, ...]:
         """Ask `n` times: the same prompt, a seed for each sequence. They share the prompt in the prefix cache.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,18 @@ from tokenizers import Tokenizer
 from llmforge.backends.loading import open_engine
 from llmforge.backends.onnxruntime.cuda.paged import PagedCache
 from llmforge.base.errors import ForgeError, UsageError
-from llmforge.runtime.config import RuntimeConfig
+from llmforge.runtime.config import DRAFT_FOLDER, FILE, RuntimeConfig
 from llmforge.runtime.interface import LOGITS_CHUNK, Decoder, Rows, StepInputs
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.options import GREEDY, Sampling
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving.chat import ChatTemplate
+from llmforge.serving.drafting import speculation_of
 from llmforge.serving.interface import EngineOptions
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Chunk, Request, adapter_number, check_tokens
 from llmforge.serving.scheduler import Scheduler, scheduler_of
+from llmforge.serving.speculation import Speculation
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,33 @@ class Runner(PromptEncoder):
     """An engine with its tokenizer. Up to `config.max_batch` sequences may run at once."""
 
     def __init__(
-        self, session: Decoder[Any], config: RuntimeConfig, tokenizer: Tokenizer, template: ChatTemplate | None
+        self,
+        session: Decoder[Any],
+        config: RuntimeConfig,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        load_draft: Callable[[], Runner] | None = None,
     ) -> None:
         super().__init__(config, tokenizer, template)
         self.session = session
+        self._load_draft = load_draft
         self.samplers = Samplers(tokenizer, config.vocabulary, config.eos_token_ids)
         self._cache: Rows | None = None  # allocated when it is first used: a GPU's memory is taken at once
         self._taken = [False] * config.max_batch
         self._lock = threading.Lock()
 
+    @functools.cached_property
+    def draft(self) -> Runner | None:
+        """The artifact's own smaller model, which drafts tokens (`RuntimeConfig.speculation`); None: it has none.
+
+        It is loaded when it is first asked for, and raises what `load` raises.
+        """
+        return None if self._load_draft is None else self._load_draft()
+
     def generate(self, prompt: str | Sequence[int], sampling: Sampling = GREEDY, adapter: str = "") -> Iterator[Chunk]:
         """Go on from one prompt, a text or token ids, chunk by chunk, with an `adapter` of the artifact, or none.
+
+        Tokens are drafted as the artifact says.
 
         Raises:
             UsageError: the prompt is empty or too long, `max_batch` sequences are running, or there is no such adapter.
@@ -65,7 +84,7 @@ class Runner(PromptEncoder):
         check_tokens(ids, self.config.max_context - 1, self.config.vocabulary)
         received: deque[Chunk | ForgeError] = deque()
         with self._lease(1) as cache:
-            scheduler = self._scheduler(cache)
+            scheduler = self._scheduler(cache, speculation_of(self, rows=1))
             scheduler.add(Request(ids, sampling, adapter=adapter), received.append, start)
             while scheduler.step():
                 while received:
@@ -157,11 +176,18 @@ class Runner(PromptEncoder):
                     tokens, reasons = zip(*map(_next_token, received), strict=True)
                     yield StepOutput(tokens, reasons)
 
-    def _scheduler(self, cache: Any) -> Scheduler[Any]:
+    def _scheduler(self, cache: Any, speculation: Speculation | None = None) -> Scheduler[Any]:
         """Make a scheduler for the rows of `cache` that reads all prompts in its first step."""
         options = EngineOptions(max_queue=0, step_tokens=cache.batch * cache.capacity, prefix_cache_bytes=0)
-        adapters = self.config.adapters
-        return scheduler_of(self.session, cache, self.samplers, options, chunk=PREFILL_CHUNK, adapters=adapters)
+        return scheduler_of(
+            self.session,
+            cache,
+            self.samplers,
+            options,
+            speculation=speculation,
+            chunk=PREFILL_CHUNK,
+            adapters=self.config.adapters,
+        )
 
     @contextlib.contextmanager
     def _lease(self, wanted: int) -> Iterator[Any]:
@@ -210,7 +236,15 @@ def load(artifact: Path, threads: int | None = None, device: int = 0, template: 
     """
     prompts = PromptEncoder.read(artifact, template)
     session = open_engine(artifact / "engine", prompts.config, threads, device)
-    return Runner(session, prompts.config, prompts.tokenizer, prompts.template)
+    folder = artifact / "engine" / DRAFT_FOLDER
+
+    def load_draft() -> Runner:
+        config = RuntimeConfig.read(folder / FILE)
+        return Runner(open_engine(folder, config, threads, device), config, prompts.tokenizer, None)
+
+    facts = prompts.config.speculation
+    drafts = facts is not None and facts.method == "draft"
+    return Runner(session, prompts.config, prompts.tokenizer, prompts.template, load_draft if drafts else None)
 
 
 def _next_token(items: deque[Chunk | ForgeError]) -> tuple[int | None, str | None]:

@@ -13,11 +13,25 @@ from llmforge.runtime.sampling.sampler import TokenSampler
 from llmforge.serving.detokenize import Detokenizer, StopStrings
 from llmforge.serving.request import Receiver, Request, Usage
 
+# Seconds of waiting that are worth one level of priority: what some hundred tokens of an answer take on a CPU.
+LEVEL_S = 5.0
 
-def next_waiting(waiting: Iterable[Sequence], running: Iterable[Sequence]) -> Sequence:
-    """Choose who gets the next place: of the clients that have the fewest sequences running, who waits longest."""
+
+def next_waiting(waiting: Collection[Sequence], running: Iterable[Sequence], now: float) -> Sequence:
+    """Choose who gets the next place.
+
+    Of those with the lowest priority, the clients that have the fewest sequences running; of these, who waits longest.
+    Every `LEVEL_S` that a sequence has waited count as one level, down to the lowest priority that waits: so one that
+    is `d` levels behind is among the first after `d * LEVEL_S`, however many come meanwhile.
+    """
     places = Counter(sequence.request.client for sequence in running)
-    return min(waiting, key=lambda sequence: places[sequence.request.client])  # the first of those alike
+    lowest = min(sequence.request.priority for sequence in waiting)
+
+    def rank(sequence: Sequence) -> tuple[int, int]:
+        aged = sequence.request.priority - int((now - sequence.submitted) // LEVEL_S)
+        return max(aged, lowest), places[sequence.request.client]
+
+    return min(waiting, key=rank)  # the first of those alike
 
 
 class OutputText:

@@ -18,11 +18,8 @@ from typing import Generic, Protocol
 
 import numpy as np
 
+from llmforge.runtime.config import MOST_DRAFT_TOKENS
 from llmforge.runtime.interface import C, Decoder, StepInputs
-
-# More pay only where nearly all are right, and each costs about a row of a prefill. With the token before them they are
-# 8, the most for which our own attention adds as it does for one (FEW_QUERIES, native/impl.inc).
-MAX_DRAFT_TOKENS = 7
 
 
 class Proposer(Protocol):
@@ -200,7 +197,7 @@ class Speculation:
 
     proposer: Proposer
     payoff: Payoff = field(default_factory=Payoff)
-    max_tokens: int = MAX_DRAFT_TOKENS
+    max_tokens: int = MOST_DRAFT_TOKENS
 
     def propose(self, key: Hashable, tokens: Sequence[int], most: int, rows: int) -> list[int]:
         """Draft up to `most` tokens for one of `rows` sequences that decode; none where they would not pay."""

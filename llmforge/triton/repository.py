@@ -129,6 +129,8 @@ def config(model: TritonModel, artifact: str) -> str:
     """
     serving, triton = model.serving, model.serving.triton
     options = serving.model_dump(exclude={"triton"}, exclude_none=True)
+    if serving.draft is not None:
+        options["speculation"] = serving.draft.method
     given = {"artifact": artifact, "allow": model.allow}
     if model.chat_template is not None:
         given["chat_template"] = TEMPLATE_FILE

@@ -8,8 +8,10 @@ from pydantic_core import to_jsonable_python
 
 from llmforge import passes, recipe
 from llmforge.base.errors import DataError, RecipeError, UsageError
+from llmforge.compile.drafts import facts_of
 from llmforge.recipe import Recipe
 from llmforge.rewrite.pass_base import Budget
+from llmforge.runtime.config import MOST_DRAFT_TOKENS, SpeculationFacts
 
 from ..samples.sample_passes import REGISTRY, Lay, Squeeze, Tidy
 
@@ -502,3 +504,26 @@ def test_every_shipped_recipe_builds(path: Path, tmp_path: Path) -> None:
     assert (result.path / "manifest.json").is_file()
     measured = targets.find(recipe.target).kind == "cpu"  # what no device here runs stays undecided
     assert result.report.verdict is (Verdict.PASS if measured else Verdict.INCONCLUSIVE)
+
+
+def test_speculation_is_a_method_or_a_mapping(tmp_path: Path) -> None:
+    def drafting(text: str) -> Recipe:
+        return load(tmp_path, VALID + f"serving: {{speculation: {text}}}\n")
+
+    assert facts_of(load(tmp_path).serving) is None
+    assert facts_of(drafting("off").serving) is None
+    for text in ("prompt-lookup", "{method: prompt-lookup}"):
+        assert facts_of(drafting(text).serving) == SpeculationFacts("prompt-lookup", MOST_DRAFT_TOKENS)
+    draft = drafting("{method: draft, max_tokens: 3, checkpoint: ../smaller}")
+    assert facts_of(draft.serving) == SpeculationFacts("draft", 3)
+    assert draft.serving.draft is not None
+    assert draft.serving.draft.checkpoint == (tmp_path.parent / "smaller")
+    assert draft.slots_reason == "serving.speculation is draft, and drafts are not verified over blocks"
+    for text, message in (
+        ("{method: draft}", "method is draft; expected `checkpoint` or `recipe`"),
+        ("{method: prompt-lookup, checkpoint: ../smaller}", "expected none of `checkpoint` and `recipe`"),
+        ("{method: prompt-lookup, max_tokens: 8}", "max_tokens"),
+        ("{method: heads}", "'prompt-lookup' or 'draft'"),
+    ):
+        error = refused(tmp_path, VALID + f"serving: {{speculation: {text}}}\n")
+        assert message in error.message, error.message

@@ -82,7 +82,7 @@ def test_what_runs_an_engine_is_named_as_pip_knows_it():
         ({"session": {"threads": None, "optimize": 1, "entries": {}}}, "session: optimize is 1; expected bool"),
         ({"session": {"threads": None, "optimize": True, "entries": {"a": 1}}}, "session: entries is"),
         ({"session": []}, r"session is \[\]"),
-        ({"speculation": 3}, "unknown speculation; known: format, onnxruntime, kernels, max_context"),
+        ({"drafts": 3}, "unknown drafts; known: format, onnxruntime, kernels, max_context"),
         ({"format": 2}, "format 2; this llmforge reads format 3"),
         ({"provider": "gpu"}, 'provider is "gpu"; expected one of cpu, cuda, tensorrt, tensorrt-rtx'),
         (

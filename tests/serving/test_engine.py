@@ -141,9 +141,9 @@ def test_a_deadline_of_the_engine_holds_for_requests_without_one(runner):
         assert [answer.wait().reason for answer in answers] == ["timeout", "length"]
 
 
-@pytest.mark.parametrize("speculation", ["prompt-lookup", "draft-model"])
+@pytest.mark.parametrize("speculation", ["prompt-lookup", "draft"])
 def test_an_engine_speculates_and_says_what_it_gained(runner, speculation):
-    draft = runner if speculation == "draft-model" else None
+    draft = runner if speculation == "draft" else None
     options = EngineOptions(speculation=speculation)
     requests = [Request(prompt(6, seed=i) * 3, Sampling(max_tokens=60, ignore_eos=True)) for i in range(4)]
     with Engine(runner, options, draft) as engine:
@@ -166,7 +166,7 @@ def test_an_engine_speculates_and_says_what_it_gained(runner, speculation):
         ({"max_queue": -1}, "max_queue -1: expected 0 or more"),
         ({"step_tokens": 0}, "step_tokens 0: expected 1 or more"),
         ({"prefix_cache_bytes": -1}, r"prefix_cache_bytes -1: expected 0 \(disabled\) or more"),
-        ({"speculation": "magic"}, "speculation 'magic': expected off, prompt-lookup or draft-model"),
+        ({"speculation": "magic"}, "speculation 'magic': expected off, prompt-lookup or draft"),
         ({"timeout_s": 0.0}, "timeout_s 0.0: expected more than 0"),
     ],
 )
@@ -176,18 +176,18 @@ def test_options_that_make_no_sense_are_refused(options, message):
 
 
 def test_artifacts_and_options_must_belong_together(runner, monkeypatch):
-    with pytest.raises(UsageError, match="speculation is 'draft-model' and there is no draft artifact"):
-        Engine(runner, EngineOptions(speculation="draft-model"))
+    with pytest.raises(UsageError, match="speculation is 'draft' and there is no draft artifact"):
+        Engine(runner, EngineOptions(speculation="draft"))
     with pytest.raises(UsageError, match="speculation is 'off' and there is a draft artifact"):
         Engine(runner, draft=runner)
     with pytest.raises(UsageError, match="a prefix cache of 5 bytes"):
         Engine(runner, EngineOptions(prefix_cache_bytes=5))
     words = Runner(runner.session, runner.config, Tokenizer(WordLevel({"a": 0}, "a")), None)
     with pytest.raises(InputError, match="the draft artifact has a different vocabulary"):
-        Engine(runner, EngineOptions(speculation="draft-model"), words)
+        Engine(runner, EngineOptions(speculation="draft"), words)
     monkeypatch.setattr(Signature, "no_reuse_reason", "it has moods")
     with pytest.raises(UnsupportedError, match="the draft artifact cannot discard draft tokens: it has moods"):
-        Engine(runner, EngineOptions(speculation="draft-model"), runner)
+        Engine(runner, EngineOptions(speculation="draft"), runner)
     with Engine(runner) as engine:
         assert engine.stats().notes == ("no prefix cache: it has moods",)
 

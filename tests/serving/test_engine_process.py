@@ -141,7 +141,7 @@ def test_a_grace_period_ends(engine: EngineProcess) -> None:
 
 def test_errors_of_loading_are_those_of_the_engine(small: Artifact, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no draft artifact"):
-        EngineProcess(small.path, EngineOptions(speculation="draft-model"))
+        EngineProcess(small.path, EngineOptions(speculation="draft"))
     with pytest.raises(InputError):
         EngineProcess(tmp_path)
 

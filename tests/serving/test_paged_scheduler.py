@@ -333,7 +333,7 @@ def test_an_engine_over_blocks_serves_and_says_what_it_goes_without(slots, sessi
 def test_a_draft_over_blocks_is_refused(slots, session):
     draft = Runner(session, slots.config, slots.tokenizer, None)
     with pytest.raises(UnsupportedError, match="drafts need a slot for each sequence"):
-        Engine(slots, EngineOptions(speculation="draft-model"), draft)
+        Engine(slots, EngineOptions(speculation="draft"), draft)
 
 
 def test_files_that_disagree_about_blocks_are_refused(slots, tmp_path, sample_checkpoint):

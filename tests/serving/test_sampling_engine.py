@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from llmforge.base.errors import UsageError
 from llmforge.runtime.sampling.constraints import Constraint
@@ -73,6 +76,91 @@ def test_speculation_changes_no_token_of_any_sampling(runner, prompt, plain):
     accepted = {name: each.chunks[-1].usage.accepted_tokens for name, each in drafted.items()}
     assert accepted["greedy"] > 5
     assert accepted["with log probabilities"] > 0
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(200, marks=pytest.mark.slow)])
+def test_greedy_answers_are_the_same_with_drafts(runner, data, count):
+    """Prompts of real text, of which what follows often stands before: 48 tokens of each, token for token."""
+    texts = [json.loads(line)["text"] for line in (data / "evaluation.jsonl").read_text().splitlines()]
+    ids = [tuple(runner.encode(text)) for text in texts]
+    prompts = [each[at : at + 64] for at in range(0, 4096, 64) for each in ids if len(each) >= at + 64][:count]
+    assert len(prompts) == count
+    tokens, totals = {}, {}
+    for speculate in (False, True):
+        scheduler = SlotScheduler(
+            runner.session,
+            runner.session.allocate(8, runner.config.max_context),
+            runner.samplers,
+            EngineOptions(max_queue=count, prefix_cache_bytes=0),
+            speculation=Speculation(PromptLookup(), AlwaysPays()) if speculate else None,
+        )
+        received = [Received() for _ in prompts]
+        for prompt, each in zip(prompts, received, strict=True):
+            scheduler.add(Request(prompt, Sampling(max_tokens=48, ignore_eos=True)), each.receive)
+        while scheduler.step():
+            pass
+        tokens[speculate], totals[speculate] = [each.tokens for each in received], scheduler.stats()
+    assert sum(a == b for a, b in zip(tokens[False], tokens[True], strict=True)) == count
+    assert totals[True].accepted_tokens > count
+
+
+class _Likeliest:
+    """Drafts the token that is likeliest after a text of its own, so that many stand and many do not."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._known: dict[tuple[int, ...], int] = {}
+        self._runner = runner
+
+    def propose(self, key: object, tokens: list[int], most: int) -> list[int]:
+        text = tuple(tokens)
+        if text not in self._known:
+            self._known[text] = int(self._runner.logits(text)[-1].argmax())
+        return [self._known[text]]
+
+    def forget(self, key: object) -> None:
+        pass
+
+
+@pytest.mark.thorough
+def test_drawn_tokens_are_distributed_as_the_model_says(runner, prompt):
+    """At T = 1, of 3000 answers: the second token given the first, which a verification gives, by chi-squared."""
+    scheduler = SlotScheduler(
+        runner.session,
+        runner.session.allocate(8, runner.config.max_context),
+        runner.samplers,
+        EngineOptions(max_queue=3000, prefix_cache_bytes=1 << 24),
+        speculation=Speculation(_Likeliest(runner), AlwaysPays()),
+    )
+    received = [Received() for _ in range(3000)]
+    for seed, each in enumerate(received):
+        sampling = Sampling(max_tokens=3, temperature=1.0, top_k=8, seed=seed, ignore_eos=True)
+        scheduler.add(Request(prompt, sampling), each.receive)
+    while scheduler.step():
+        pass
+    assert 500 < scheduler.stats().accepted_tokens < 2900
+    pairs = Counter(tuple(each.tokens[:2]) for each in received)
+    statistic, freedom = 0.0, 0
+    for first in {first for first, _ in pairs}:
+        seen = {second: count for (one, second), count in pairs.items() if one == first}
+        logits = runner.logits((*prompt, first))[-1].astype(np.float64)
+        kept = np.argsort(logits)[-8:]
+        shares = np.exp(logits[kept] - logits[kept].max())
+        expected = dict(zip(kept.tolist(), shares / shares.sum() * sum(seen.values()), strict=True))
+        assert seen.keys() <= expected.keys()
+        common = [token for token, count in expected.items() if count >= 5]
+        rest = [
+            (
+                sum(seen.get(t, 0) for t in expected if t not in common),
+                sum(expected[t] for t in expected if t not in common),
+            )
+        ]
+        cells = [(seen.get(token, 0), expected[token]) for token in common] + [each for each in rest if each[1] >= 5]
+        if len(cells) > 1:
+            whole = sum(count for _, count in cells) / sum(count for count, _ in cells)
+            statistic += sum((count * whole - wanted) ** 2 / wanted for count, wanted in cells)
+            freedom += len(cells) - 1
+    assert freedom > 10
+    assert stats.chi2.sf(statistic, freedom) > 1e-3
 
 
 def test_options_do_what_they_say(plain):

@@ -23,6 +23,7 @@ from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving import EngineOptions, Request, Runner, Sampling
 from llmforge.serving.prefix_cache import BLOCK
 from llmforge.serving.scheduler import Scheduler, SlotScheduler
+from llmforge.serving.sequence import LEVEL_S
 from llmforge.serving.speculation import PromptLookup, Speculation
 from llmforge.trace import trace
 from llmforge.verification import probe
@@ -196,6 +197,35 @@ def test_of_those_who_wait_the_client_with_the_fewest_slots_is_next(runner, answ
 
 
 # Slots ---------------------------------------------------------------------------------------------------------------
+
+
+def test_lower_priorities_go_first_and_then_clients_in_turns(runner, answers):
+    scheduled = scheduler(runner, slots=1)
+    given = [("a", 0), ("a", 3), ("b", -2), ("a", -2), ("b", 0)]
+    for number, (client, priority) in enumerate(given):
+        asked = Request(prompt(4, seed=number), Sampling(max_tokens=1), client=client, priority=priority)
+        scheduled.add(asked, answers[number].receive)
+    ended = []
+    while scheduled.step():
+        ended += [number for number in range(len(given)) if answers[number].ended and number not in ended]
+    assert ended == [2, 3, 0, 4, 1]
+
+
+@pytest.mark.parametrize("levels", [1, 6])
+def test_a_low_priority_waits_so_many_seconds_for_those_who_come_later(runner, answers, levels):
+    """New requests of a lower priority come without end; the one behind is taken up once it has waited for it."""
+    clock = Clock()
+    scheduled = scheduler(runner, slots=1, clock=clock)
+    one = Sampling(max_tokens=1)
+    scheduled.add(Request(prompt(4), one, priority=levels - 2), answers[0].receive)
+    came = 0
+    while not answers[0].ended:
+        came += 1
+        scheduled.add(Request(prompt(4, seed=came), one, priority=-2, client=str(came)), Received().receive)
+        scheduled.step()
+        clock.now += 1.0
+        assert came < 100
+    assert came == levels * LEVEL_S + 1
 
 
 def test_a_slot_that_was_left_is_filled_by_the_next_and_then_by_the_last(runner, watched, answers):

@@ -14,7 +14,7 @@ from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.onnxruntime import interop
 from llmforge.backends.onnxruntime.builder import write_tokenizer
 from llmforge.base import plugins
-from llmforge.compile import export_proxy, written_files
+from llmforge.compile import drafts, export_proxy, written_files
 from llmforge.compile.reuse import hash_of
 from llmforge.compile.state import CompileState
 from llmforge.ir import graph
@@ -65,6 +65,9 @@ def build_engine(state: CompileState) -> None:
             state.notes += [*engine.notes, *(f"interface: {note}" for note in notes)]
             served, for_vllm = _write_repository(state, engine)
             state.engine = engine
+            if state.draft is not None:
+                state.draft.copy_into(state.staging)
+                state.notes.append(state.draft.note)
             state.hashing.begin_content()
             if plugin is None:  # what is compared now is what is hashed
                 expected = expected.also({f"engine/{name}": content for name, content in files.items()}).also(for_vllm)
@@ -137,6 +140,7 @@ def _request(state: CompileState, lowered: _Lowered) -> BuildRequest:
         streamed_execution.run_engine,
         _begin_proof(state),
         tuple(lowered.graphs) if len(lowered.graphs) > 1 else (),
+        drafts.facts_of(state.recipe.serving),
     )
 
 
@@ -169,7 +173,7 @@ def _runs_whole(state: CompileState) -> bool:
 def _hold_engine(state: CompileState) -> str:
     """Hold the engine that was written to the graph that was proven last."""
     folder = state.staging / "engine"
-    files = {file.name: state.hashing.sha256(file) for file in sorted(folder.iterdir())}
+    files = {file.name: state.hashing.sha256(file) for file in sorted(folder.iterdir()) if file.is_file()}
     texts = [window.ids for window in state.windows]
     threads = state.recipe.engine.threads or physical_cores()
     return written_engine.require_same(state.model, folder, hash_of(files), texts, threads=threads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from llmforge.measure.machine import Machine
+from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.record import ReportRecord
 from llmforge.metrics.serving import LoadFigures
 
@@ -36,6 +37,8 @@ class BenchEngine(ReportRecord):
     prefix_hit_share: float | None  # of prompt tokens that were looked up in the prefix cache
     drafted_tokens: int
     accepted_tokens: int
+    accepted_length: float | None = None  # tokens of a verification, the one after the draft too
+    speculation_speedup: Estimate | None = None  # of a token after the first, against the same requests without drafts
 
 
 class BenchReport(ReportRecord):

@@ -15,8 +15,10 @@ from llmforge.measure import machine
 from llmforge.measure.load.drive import InProcess, Responder
 from llmforge.measure.load.endpoint import Endpoint
 from llmforge.measure.load.report import BenchEngine, BenchReport, LoadPoint
-from llmforge.measure.load.sweep import Progress, Setting, SweepPlan, measure, replay, utilization
+from llmforge.measure.load.speculation import speedup
+from llmforge.measure.load.sweep import Progress, Setting, SweepPlan, loads, measure, replay, utilization
 from llmforge.measure.load.workload import Encode, LoadRequest, Prompts, RandomPrompts, TextPrompts, longest, read_trace
+from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Footprint
 from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.serving.engine import Engine
@@ -117,7 +119,11 @@ def run(
             responder = InProcess(engine, name)
             points = points_of(responder)
             stats = engine.stats()
-        record = _record(stats, config.session.resolve(local.threads).threads)
+            faster = None
+            if stats.drafted_tokens:
+                again = trace or loads(load.settings()[0], prompts, plan, (plan.seed, plan.repetitions, 0))[1]
+                faster = speedup(engine, again)
+        record = _record(stats, config.session.resolve(local.threads).threads, faster)
         points, unknown = _with_bandwidth(points, local.footprint, config, record)
         notes = (*stats.notes, *unknown)
     return BenchReport(
@@ -163,7 +169,7 @@ def _check_lengths(load: LoadSpec, trace: Sequence[LoadRequest] | None, max_cont
         )
 
 
-def _record(stats: EngineStats, threads: int) -> BenchEngine:
+def _record(stats: EngineStats, threads: int, faster: Estimate | None) -> BenchEngine:
     looked_up = stats.prefix_query_tokens
     return BenchEngine(
         threads=threads,
@@ -171,4 +177,6 @@ def _record(stats: EngineStats, threads: int) -> BenchEngine:
         prefix_hit_share=stats.prefix_hit_tokens / looked_up if looked_up else None,
         drafted_tokens=stats.drafted_tokens,
         accepted_tokens=stats.accepted_tokens,
+        accepted_length=stats.accepted_length,
+        speculation_speedup=faster,
     )

@@ -51,7 +51,7 @@ def measure(
     runs: list[list[list[RequestOutcome]]] = [[] for _ in settings]
     for repetition in range(plan.repetitions):
         for at, setting in enumerate(settings):
-            warmup, load = _loads(setting, prompts, plan, (plan.seed, repetition, at))
+            warmup, load = loads(setting, prompts, plan, (plan.seed, repetition, at))
             closed_loop(subject, warmup, setting.concurrency or 1, _shifted(progress, done, total))
             tell = _shifted(progress, done + plan.warmup, total)
             if setting.concurrency is None:
@@ -99,7 +99,7 @@ def _utilization(point: LoadPoint, footprint: Footprint, slots: int, threads: in
     )
 
 
-def _loads(
+def loads(
     setting: Setting, prompts: Prompts, plan: SweepPlan, seed: tuple[int, ...]
 ) -> tuple[list[LoadRequest], list[LoadRequest]]:
     """Make what warms up for a run, and its load: prompts are drawn in one go, so that they share a prefix."""

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 
 from starlette.concurrency import run_in_threadpool
 
@@ -47,7 +46,7 @@ class CallStream:
         self._client = client  # whose call it is, that has begun
         self._requests = call.requests
         if client is not None:
-            self._requests = tuple(replace(request, client=client.name) for request in call.requests)
+            self._requests = tuple(map(client.own, call.requests))
         self._metrics = metrics
         self._span = span
         self._recording = recording

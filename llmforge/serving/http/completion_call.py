@@ -50,7 +50,7 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-OWN = frozenset({"model", "messages", "prompt", "stream", "stream_options"})
+OWN = frozenset({"model", "messages", "prompt", "stream", "stream_options", "priority"})
 PARAMETERS = OWN | HARMLESS.keys() | frozenset(NAMES)  # that errors may be about
 
 
@@ -222,7 +222,9 @@ def _call(
         created=int(time.time()),
         model=fields["model"],
         requests=tuple(
-            Request(tuple(prompt), sampling, adapter=adapter) for prompt in encode() for sampling in samplings
+            Request(tuple(prompt), sampling, adapter=adapter, priority=fields.get("priority", 0))
+            for prompt in encode()
+            for sampling in samplings
         ),
         n=len(samplings),
         stream=stream,

@@ -11,8 +11,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from llmforge.base.errors import Unavailable, UsageError
-from llmforge.serving.http.responses import error_body
+from llmforge.base.errors import QueueFull, UsageError
+from llmforge.serving.http.responses import RETRY_AFTER_S, error_body
 
 HEAD_S = 10.0  # for the head of a request, from its first byte or the connection's beginning
 MOST = 512  # connections; each takes a file, of which a process often has 1024
@@ -29,7 +29,7 @@ class Connection(H11Protocol):
         if len(self.connections) > MOST:
             silent = [each for each in self.connections if isinstance(each, Connection) and each._head is not None]
             if not silent:
-                self._refuse(503, error_body(Unavailable(f"more than {MOST} connections are open")))
+                self._refuse(429, error_body(QueueFull(f"more than {MOST} connections are open")))
                 return
             min(silent, key=lambda each: each._head.when() if each._head else 0.0)._too_slow()
         self._wait()
@@ -69,5 +69,7 @@ class Connection(H11Protocol):
         if not self.transport.is_closing():
             content = json.dumps(body).encode()
             head = f"HTTP/1.1 {status} \r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+            if status == 429:
+                head += f"Retry-After: {RETRY_AFTER_S}\r\n"
             self.transport.write(head.encode() + b"Connection: close\r\n\r\n" + content)
             self.transport.close()

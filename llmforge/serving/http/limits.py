@@ -11,12 +11,13 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from llmforge.base.errors import Unavailable, UsageError
 from llmforge.base.small_file import decode, read
+from llmforge.serving.request import MOST_PRIORITY, Request
 
 KEY_FILE_BYTES = 1 << 20
 SHORTEST_KEY = 16  # characters; what is shorter can be guessed
@@ -42,18 +43,22 @@ class RateLimited(Unavailable):
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key, what logs and metrics call it, and its limits; what is not in `limits` is not limited."""
+    """A key, what logs and metrics call it, and its limits; what is not in `limits` is not limited.
+
+    Requests have its `priority`, or a higher one where they say so: a key does not get ahead of itself.
+    """
 
     secret: str = field(repr=False)
     name: str
     limits: Mapping[Limit, int] = field(default_factory=dict)
+    priority: int = 0
 
 
 def read_keys(file: Path | None, variable: str | None) -> list[ApiKey]:
     """Read API keys: a line each of a file, and those of an environment variable, separated by commas.
 
-    A line is a key, and behind it, as far as they are given, its name and limits: `KEY NAME requests=60 tokens=20000
-    concurrent=4`. A key without a name is called by its number.
+    A line is a key, and behind it, as far as they are given, its name, limits and priority: `KEY NAME requests=60
+    tokens=20000 concurrent=4 priority=1`. A key without a name is called by its number.
 
     Raises:
         UsageError: a key is short or has other than printable ASCII characters, or stands there twice, as may no name;
@@ -86,15 +91,29 @@ def _key(words: Sequence[str], number: int) -> ApiKey:
     if not _NAME.fullmatch(name):
         raise UsageError(f"the name of API key {number}: expected 1 to 64 letters, digits, _, . or -")
     limits: dict[Limit, int] = {}
+    priority = 0
     for word in rest:
         found, _, value = word.partition("=")
+        if found == "priority":
+            priority = _priority(name, value)
+            continue
         limit = next((each for each in LIMITS if each == found), None)
         if limit is None or not value.isascii() or not value.isdigit() or int(value) < 1:
             raise UsageError(
-                f"API key {name}: {word[:40]!r}: expected requests=N, tokens=N (a minute) or concurrent=N, N at least 1"
+                f"API key {name}: {word[:40]!r}: expected requests=N, tokens=N (a minute) or concurrent=N, N at least "
+                "1, or priority=N"
             )
         limits[limit] = int(value)
-    return ApiKey(secret, name, limits)
+    return ApiKey(secret, name, limits, priority)
+
+
+def _priority(name: str, value: str) -> int:
+    """Read the priority of the key `name`."""
+    if not re.fullmatch(r"-?[0-9]{1,4}", value) or abs(int(value)) > MOST_PRIORITY:
+        raise UsageError(
+            f"API key {name}: priority {value[:40]!r}: expected a whole number from -{MOST_PRIORITY} to {MOST_PRIORITY}"
+        )
+    return int(value)
 
 
 class Client:
@@ -108,6 +127,7 @@ class Client:
     def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = key.name
         self.limits = key.limits
+        self.priority = key.priority
         self.active = 0  # calls
         self.counts = {"requests": 0, "prompt tokens": 0, "output tokens": 0}
         self.refused: dict[Limit, int] = dict.fromkeys(LIMITS, 0)
@@ -130,6 +150,16 @@ class Client:
         self._take("requests", 1)
         self.active += 1
 
+    def own(self, request: Request) -> Request:
+        """Say of a request whose it is: its turn, and a priority that is at best that of the key."""
+        return replace(request, client=self.name, priority=max(request.priority, self.priority))
+
+    def rest(self) -> Iterator[tuple[Limit, int]]:
+        """Yield what is left of each limit now."""
+        self._fill()
+        for limit, most in self.limits.items():
+            yield limit, max(0, most - self.active if limit == "concurrent" else int(self._levels[limit]))
+
     def use(self, tokens: int, kind: Literal["prompt tokens", "output tokens"]) -> None:
         """Count tokens of a call."""
         self.counts[kind] += tokens
@@ -142,11 +172,11 @@ class Client:
 
     def headers(self) -> Iterator[tuple[str, str]]:
         """Yield what OpenAI tells in headers: each limit a minute, and what is left of it."""
-        self._fill()
-        for limit, level in self._levels.items():
-            of_limit, of_rest = _HEADERS[limit]
-            yield of_limit, str(self.limits[limit])
-            yield of_rest, str(max(0, int(level)))
+        for limit, left in self.rest():
+            if limit in _HEADERS:
+                of_limit, of_rest = _HEADERS[limit]
+                yield of_limit, str(self.limits[limit])
+                yield of_rest, str(left)
 
     def _wait_s(self, limit: Limit, most: int) -> float:
         """Say how long a call must wait for a limit, in s."""

@@ -84,6 +84,8 @@ def metrics_of_keys(clients: Sequence[Client]) -> Iterator[Metric]:
     tokens = CounterMetricFamily("llmforge_key_tokens", "Tokens, by API key", labels=["key", "kind"])
     limited = CounterMetricFamily("llmforge_key_limited", "Calls over a limit of a key", labels=["key", "limit"])
     active = GaugeMetricFamily("llmforge_key_active", "Calls being answered, by API key", labels=["key"])
+    limits = GaugeMetricFamily("llmforge_key_limit", "Limits of an API key", labels=["key", "limit"])
+    rest = GaugeMetricFamily("llmforge_key_remaining", "What is left of a limit now", labels=["key", "limit"])
     for client in clients:
         requests.add_metric([client.name], client.counts["requests"])
         for kind in ("prompt", "output"):
@@ -91,4 +93,7 @@ def metrics_of_keys(clients: Sequence[Client]) -> Iterator[Metric]:
         for limit, count in client.refused.items():
             limited.add_metric([client.name, limit], count)
         active.add_metric([client.name], client.active)
-    yield from (requests, tokens, limited, active)
+        for limit, left in client.rest():
+            limits.add_metric([client.name, limit], client.limits[limit])
+            rest.add_metric([client.name, limit], left)
+    yield from (requests, tokens, limited, active, limits, rest)

@@ -16,10 +16,9 @@ from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.serving.http import bodies
 from llmforge.serving.http.access import ServerState
 from llmforge.serving.http.limits import RateLimited
-from llmforge.serving.http.responses import error_body, status
+from llmforge.serving.http.responses import RETRY_AFTER_S, error_body, status
 from llmforge.serving.protocol import client_json
 
-RETRY_AFTER_S = 1  # a queue that is full moves within about this time
 CLIENT_LEFT = 499  # nginx's status of a request whose client went away; nobody reads it
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable, UnsupportedError, UsageError
+from llmforge.base.errors import EnvironmentLacks, ForgeError, QueueFull, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.serving.http import encoder_calls
 from llmforge.serving.http.bodies import NotJson, TooSlow
@@ -28,6 +28,7 @@ _WORD = re.compile("[a-z_]+[12]?")
 
 
 # Statuses of errors, and what they mean.
+RETRY_AFTER_S = 1  # a queue that is full moves within about this time
 STATUSES = {
     "400": "The request makes no sense; the message says what, and what is allowed.",
     "401": "No API key, or a wrong one.",
@@ -38,8 +39,8 @@ STATUSES = {
     "413": "A body over the limits.",
     "415": "A body that is compressed, or does not say that it is JSON.",
     "421": "Another host name than this server's.",
-    "429": "The key has asked for all that it may for now; Retry-After says when it may again.",
-    "503": "The queue is full, or the server is shutting down.",
+    "429": "The key has asked for all that it may for now, or the queue is full; Retry-After says when to try again.",
+    "503": "The server is shutting down, or the engine has failed.",
     "504": "Not complete within the time limit.",
 }
 
@@ -78,6 +79,8 @@ def _kind(error: ForgeError) -> tuple[int, str, str | None]:
         return 404, "invalid_request_error", "model_not_found"
     if isinstance(error, RateLimited):
         return 429, error.limit, "rate_limit_exceeded"
+    if isinstance(error, QueueFull):
+        return 429, "requests", "queue_full"
     if isinstance(error, Unavailable):
         return 503, "server_overloaded", "unavailable"
     if isinstance(error, RequestTimeout):

@@ -34,7 +34,7 @@ _HARMLESS: Mapping[str, tuple[Any, ...]] = {
 }
 _READ = frozenset({
     "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "tools", "tool_choice",
-    "parallel_tool_calls", "text", "reasoning", "chat_template_kwargs", BUDGET,
+    "parallel_tool_calls", "text", "reasoning", "chat_template_kwargs", "priority", BUDGET,
 })  # fmt: skip
 _OF_CHATS = frozenset({"n", "logprobs", "top_logprobs", "max_tokens", "max_completion_tokens", "response_format"})
 _PASSED = frozenset(NAMES) - _OF_CHATS - _READ
@@ -72,7 +72,11 @@ def read(body: Any, encoder: PromptEncoder, model: str) -> ResponsesCall:
     require_harmless(fields, _HARMLESS)
     chat = {name: fields[name] for name in _PASSED if name in fields}
     chat |= {name: fields[name] for name in ("model", "temperature", "top_p", "stream") if name in fields}
-    chat |= {name: fields[name] for name in ("parallel_tool_calls", "chat_template_kwargs", BUDGET) if name in fields}
+    chat |= {
+        name: fields[name]
+        for name in ("parallel_tool_calls", "chat_template_kwargs", "priority", BUDGET)
+        if name in fields
+    }
     chat["messages"] = _messages(fields.get("input"), fields.get("instructions"))
     if "max_output_tokens" in fields:
         chat["max_completion_tokens"] = fields["max_output_tokens"]

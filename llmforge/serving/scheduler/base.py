@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic
 
-from llmforge.base.errors import ForgeError, Unavailable, UsageError
+from llmforge.base.errors import ForgeError, QueueFull, UsageError
 from llmforge.runtime.interface import C, Decoder
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.sampler import Samplers
@@ -90,10 +90,10 @@ class Scheduler(ABC, Generic[C]):
         """Return if one more request may be queued besides `arriving` others; any thread may ask.
 
         Raises:
-            Unavailable: the rows are taken and the queue is full.
+            QueueFull: the rows are taken and the queue is full.
         """
         if len(self.sequences) + arriving >= self._cache.batch + self._max_queue:
-            raise Unavailable(f"the queue is full: {self._max_queue} requests are waiting", hint="try again later")
+            raise QueueFull(f"the queue is full: {self._max_queue} requests are waiting", hint="try again later")
 
     def enqueue(self, sequence: Sequence) -> None:
         """Queue a sequence; its receiver gets chunks during steps."""

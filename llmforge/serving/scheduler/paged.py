@@ -115,7 +115,7 @@ class PagedScheduler(Scheduler[PagedCache]):
 
     def _admit(self) -> None:
         while self.waiting and len(self._tables) < self._cache.batch:
-            sequence = next_waiting(self.waiting, self._tables)
+            sequence = next_waiting(self.waiting, self._tables, self._clock())
             table = self._open(sequence)
             if table is None:
                 return

@@ -53,7 +53,7 @@ class SlotScheduler(Scheduler[C]):
         return self._slots.prefix_cache
 
     def _run(self) -> int:
-        self._slots.admit(self.waiting)
+        self._slots.admit(self.waiting, self._clock())
         self._slots.compact_slots(written=self._ahead.step is not None)
         decoded = self._decode.run()
         if self._delivery.undelivered and not self._decode.is_next:

@@ -63,11 +63,11 @@ class Slots(Generic[C]):
             "prefix_tokens_capacity": 0 if prefix_cache is None else prefix_cache.capacity * BLOCK,
         }
 
-    def admit(self, waiting: deque[Sequence]) -> None:
-        """Give free slots to those that wait, clients in turns."""
+    def admit(self, waiting: deque[Sequence], now: float) -> None:
+        """Give free slots to those that wait, by priority and clients in turns."""
         for slot, taken in enumerate(self.taken):
             if taken is None and waiting:
-                sequence = next_waiting(waiting, filter(None, self.taken))
+                sequence = next_waiting(waiting, filter(None, self.taken), now)
                 waiting.remove(sequence)
                 sequence.slot = slot
                 self.taken[slot] = sequence

@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 
-from llmforge.base.errors import Unavailable
+from llmforge.base.errors import QueueFull
 
 
 class QueueWorker:
@@ -30,16 +30,16 @@ class QueueWorker:
         """Take on a request; `read` reads it and hands it to the engine, and raises nothing.
 
         Raises:
-            Unavailable: too many wait.
+            QueueFull: too many wait.
         """
         if self._waiting.qsize() >= self._most:
-            raise Unavailable(
+            raise QueueFull(
                 f"the queue is full: {self._most} requests of kind {self._name!r} are waiting", hint="try again later"
             )
         try:
             self._waiting.put_nowait(read)
         except queue.Full:  # two came at once
-            raise Unavailable("the queue is full", hint="try again later") from None
+            raise QueueFull("the queue is full", hint="try again later") from None
 
     def close(self) -> None:
         """Read what waits, and end the thread."""

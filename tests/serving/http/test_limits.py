@@ -31,6 +31,8 @@ def test_keys_are_read_from_a_file_and_the_environment(tmp_path: Path) -> None:
         ApiKey(KEYS[0], "search", {"requests": 60, "tokens": 20000, "concurrent": 4}),
     ]
     assert serve.read_keys(None, f"{KEYS[0]} requests=3") == [ApiKey(KEYS[0], "key-1", {"requests": 3})]
+    assert serve.read_keys(None, f"{KEYS[0]} later priority=5") == [ApiKey(KEYS[0], "later", {}, 5)]
+    assert serve.read_keys(None, f"{KEYS[0]} sooner requests=3 priority=-5")[0].priority == -5
     assert serve.read_keys(None, None) == []
     assert KEYS[0] not in repr(serve.read_keys(file, None))
 
@@ -47,6 +49,8 @@ def test_keys_are_read_from_a_file_and_the_environment(tmp_path: Path) -> None:
         (f"{KEYS[0]} a requests=²", "expected requests=N"),
         (f"{KEYS[0]} a other=1", "'other=1': expected requests=N"),
         (f"{KEYS[0]} a b", "'b': expected requests=N"),
+        (f"{KEYS[0]} a priority=high", "priority 'high': expected a whole number from -100 to 100"),
+        (f"{KEYS[0]} a priority=101", "expected a whole number from -100 to 100"),
         (f"{KEYS[0]} a\n{KEYS[0]} b", "given twice"),
         (f"{KEYS[0]} a\n{KEYS[1]} a", "given twice"),
     ],
@@ -112,6 +116,28 @@ def test_so_many_calls_at_once() -> None:
     assert not dict(asking.headers())
 
 
+def test_a_key_does_not_get_ahead_of_its_priority() -> None:
+    asking = Client(ApiKey(KEYS[0], "a", {}, 2))
+    given = {-7: 2, 0: 2, 2: 2, 9: 9}
+    for asked, expected in given.items():
+        own = asking.own(Request((5,), priority=asked))
+        assert (own.client, own.priority) == ("a", expected)
+
+
+def test_priorities_are_read_from_requests(engine: Engine) -> None:
+    held = Held(engine)
+    held.go.set()
+    with served(held, f"{KEYS[0]} search priority=1", KEYS[1]) as asking:
+        assert ask(asking, KEYS[0], priority=-3).status_code == 200
+        assert ask(asking, KEYS[1], priority=-3).status_code == 200
+        assert ask(asking, KEYS[1], priority=4).status_code == 200
+        assert [request.priority for request in held.asked] == [1, 0, 4]
+        for wrong in (1.5, True, "high", 101):
+            refusal = ask(asking, KEYS[1], priority=wrong)
+            assert refusal.status_code == 400
+            assert refusal.json()["error"]["param"] == "priority"
+
+
 class Held:
     """An engine that answers when it is told to."""
 
@@ -175,7 +201,9 @@ def test_clients_are_told_when_they_may_again(engine: Engine) -> None:
         other = ask(asking, KEYS[1], stream=True, n=2)
         assert other.status_code == 200
         assert "x-ratelimit-limit-requests" not in other.headers
-        assert figures(asking) == {
+        told = figures(asking)
+        assert 993 <= told.pop("llmforge_key_remaining search tokens") <= 1000  # they come back with time
+        assert told == {
             "llmforge_key_requests_total search": 2,
             "llmforge_key_requests_total chat": 1,
             "llmforge_key_tokens_total search prompt": 3,
@@ -184,6 +212,8 @@ def test_clients_are_told_when_they_may_again(engine: Engine) -> None:
             "llmforge_key_tokens_total chat output": 8,
             **{f"llmforge_key_limited_total search {limit}": limit == "requests" for limit in serve.LIMITS},
             **{f"llmforge_key_limited_total chat {limit}": 0 for limit in serve.LIMITS},
+            **{f"llmforge_key_limit search {limit}": most for limit, most in (("requests", 2), ("tokens", 1000))},
+            "llmforge_key_remaining search requests": 0,
             "llmforge_key_active search": 0,
             "llmforge_key_active chat": 0,
         }

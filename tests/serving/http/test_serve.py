@@ -477,17 +477,17 @@ def test_tokens_are_made_text_again(address: str) -> None:
         assert post(address, "/detokenize", wrong)[0] == 400
 
 
-def test_a_full_queue_is_503_and_leaves_nothing_behind(slow: Engine) -> None:
+def test_a_full_queue_is_429_and_leaves_nothing_behind(slow: Engine) -> None:
     with serving(slow) as address, client_of(address) as client:
         asked: Any = {"model": "small", "prompt": PROMPT, "extra_body": {"ignore_eos": True}}
         stream = client.completions.create(n=SLOTS, max_tokens=200, stream=True, **asked)
         next(iter(stream))
-        with pytest.raises(openai.InternalServerError, match="the queue is full") as caught:
+        with pytest.raises(openai.RateLimitError, match="the queue is full") as caught:
             client.completions.create(n=2, max_tokens=2, **asked)  # one has a place, one has none
-        assert caught.value.status_code == 503
+        assert caught.value.status_code == 429
         assert int(caught.value.response.headers["retry-after"]) >= 1
         assert caught.value.body is not None
-        assert caught.value.body["type"] == "server_overloaded"  # type: ignore[index]
+        assert caught.value.body["code"] == "queue_full"  # type: ignore[index]
         wait_until(lambda: slow.stats().waiting == 0)
         stream.close()
         assert client.completions.create(max_tokens=2, **asked).usage.completion_tokens == 2  # type: ignore[union-attr]

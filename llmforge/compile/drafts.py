@@ -1,0 +1,89 @@
+"""The smaller model that drafts tokens: built as any other, its engine lies in that of the model that it drafts for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmforge.backends import BACKENDS
+from llmforge.base.errors import InputError, UnsupportedError
+from llmforge.recipe import Recipe, ServingSpec
+from llmforge.runtime.config import DRAFT_FOLDER, SpeculationFacts
+
+
+def facts_of(serving: ServingSpec) -> SpeculationFacts | None:
+    """Say what the engine is told of speculation; None: nothing."""
+    return None if serving.draft is None else SpeculationFacts(serving.draft.method, serving.draft.max_tokens)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A smaller model that was built: its artifact, and what a reader of the report should know of it."""
+
+    artifact: Path
+    note: str
+
+    def copy_into(self, staging: Path) -> None:
+        """Put its engine into that of the artifact in `staging`.
+
+        Raises:
+            InputError: its vocabulary is another than that of the model which it drafts for.
+        """
+        from llmforge.serving.prompts import read_tokenizer  # brings ONNX Runtime
+
+        own, other = (read_tokenizer(each / "tokenizer" / "tokenizer.json") for each in (self.artifact, staging))
+        if own.get_vocab() != other.get_vocab():
+            raise InputError(
+                "serving.speculation: the draft has a different vocabulary",
+                hint="a draft needs the tokenizer of the model that it drafts for",
+            )
+        shutil.copytree(self.artifact / "engine", staging / "engine" / DRAFT_FOLDER)
+
+
+def recipe_of(recipe: Recipe) -> Recipe | None:
+    """Give the recipe of the model that drafts for what `recipe` builds; None: none does.
+
+    It is the one that `serving.speculation` names, or `recipe` itself, of the other checkpoint. Context and rows are
+    those of the model that it drafts for; its cache has slots.
+
+    Raises:
+        RecipeError: it does not validate.
+        UnsupportedError: the engine is for servers of others, or is built elsewhere.
+    """
+    spec = recipe.serving.draft
+    if spec is None or spec.method != "draft":
+        return None
+    if BACKENDS[recipe.engine.backend].export_format is not None or recipe.engine.deferred:
+        raise UnsupportedError(
+            f"{recipe.where('serving', 'speculation')}: a draft ships with an engine of llmforge's own that is built "
+            "here",
+            hint="remove `method: draft`, or choose another backend",
+        )
+    path, given = (recipe.path, recipe.overrides) if spec.recipe is None else (spec.recipe, ())
+    changes = {
+        "serving.speculation": "off",
+        "engine.max_context": recipe.engine.max_context,
+        "engine.max_batch": recipe.engine.max_batch,
+        **({} if spec.checkpoint is None else {"checkpoint": str(spec.checkpoint)}),
+    }
+    return Recipe.load(path, [*given, *(f"{key}={json.dumps(value)}" for key, value in changes.items())])
+
+
+@contextmanager
+def built(recipe: Recipe, build: Callable[[Recipe, Path], Path]) -> Iterator[Draft | None]:
+    """Have the model that drafts for what `recipe` builds until the `with` block ends; None: none does.
+
+    `build` makes an artifact of a recipe in a folder, and measures nothing.
+    """
+    wanted = recipe_of(recipe)
+    if wanted is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="llmforge-draft-") as folder:
+        path = build(wanted, Path(folder))
+        yield Draft(path, f"speculation: drafts of {wanted.checkpoint.name}, engine {path.name}")

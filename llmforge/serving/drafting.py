@@ -1,0 +1,65 @@
+"""Who drafts for an engine: what its options say, and else what its artifact says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from llmforge.base.errors import InputError, UnsupportedError, UsageError
+from llmforge.runtime.config import MOST_DRAFT_TOKENS
+from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
+from llmforge.serving.speculation import DraftModel, PromptLookup, Proposer, Speculation
+
+if TYPE_CHECKING:
+    from llmforge.serving.runner import Runner
+
+
+def speculation_of(
+    runner: Runner,
+    rows: int,
+    method: Literal["off", "prompt-lookup", "draft"] | None = None,
+    draft: Runner | None = None,
+) -> Speculation | None:
+    """Make what drafts tokens for up to `rows` texts of `runner` at once; None: nothing does.
+
+    `method` None is the artifact's own. `draft` stands in place of the model that drafts in the artifact.
+
+    Raises:
+        UsageError: there is no draft, or nothing that it is for.
+        InputError: the draft has another vocabulary.
+        UnsupportedError: the draft cannot take tokens back.
+    """
+    facts = runner.config.speculation
+    chosen = method or (facts.method if facts is not None else "off")
+    if draft is not None and chosen != "draft":
+        raise UsageError(
+            f"speculation is {chosen!r} and there is a draft artifact", hint="use speculation 'draft', or no draft"
+        )
+    if chosen == "off":
+        return None
+    proposer: Proposer
+    if chosen == "prompt-lookup":
+        proposer = PromptLookup()
+    else:
+        draft = draft or runner.draft
+        if draft is None:
+            raise UsageError(
+                "speculation is 'draft' and there is no draft artifact",
+                hint="build with `serving: {speculation: {method: draft, checkpoint: …}}`",
+            )
+        proposer = _draft_model(runner, draft, rows)
+    return Speculation(proposer, max_tokens=MOST_DRAFT_TOKENS if facts is None else facts.max_tokens)
+
+
+def _draft_model(runner: Runner, draft: Runner, rows: int) -> Proposer:
+    """Make the decoder of `draft` propose tokens for `runner`."""
+    if draft.tokenizer.get_vocab() != runner.tokenizer.get_vocab():
+        raise InputError("the draft artifact has a different vocabulary")
+    if (reason := draft.session.signature.no_reuse_reason) is not None:
+        raise UnsupportedError(f"the draft artifact cannot discard draft tokens: {reason}")
+    if draft.session.signature.block_size is not None:
+        raise UnsupportedError(
+            "the draft artifact keeps its KV cache in blocks of one pool, and drafts need a slot for each sequence",
+            hint="build it with `engine: {kv_cache: slots}`",
+        )
+    capacity = min(runner.config.max_context, draft.config.max_context)
+    return DraftModel(draft.session, runner.config.vocabulary, rows, capacity, PREFILL_CHUNK)
