@@ -44,10 +44,10 @@ from llmforge.metrics.behaviour.results import BehaviourResult
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.metric import Measured
 from llmforge.recipe import GateSpec
-from llmforge.serving.prompts import PromptEncoder, read_tokenizer
+from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol import tool_prompt
 
-CONTEXT, TEXTS, TEXT_TOKENS = 1024, 16, 128  # of the model; documents of the KLD, and tokens of each
+CONTEXT, TEXTS, TEXT_TOKENS = 1024, 48, 128  # of the model; documents of the KLD, and tokens of each
 SAMPLES, HONEST = 20, "none"
 EIGHT_BITS = f"{HONEST}: weights in 8 bits"
 FRENCH = [
@@ -155,13 +155,6 @@ def to_nearest(weight: torch.Tensor, bits: int) -> torch.Tensor:
     blocks, most = weight.reshape(-1, 32), 2 ** (bits - 1)
     scale = (blocks.abs().amax(1, keepdim=True) / max(1, most - 1)).clamp(min=1e-12)
     return ((blocks / scale).round().clamp(-most, most - 1) * scale).reshape(weight.shape)
-
-
-@dataclass(frozen=True)
-class _Config:
-    max_context: int
-    eos_token_ids: tuple[int, ...]
-    vocabulary: int
 
 
 @dataclass
@@ -313,24 +306,24 @@ def prepare(
     asks_tools: bool = False,
     every: int = 1,
     most: int = MOST_TOKENS,
+    texts: int = TEXTS,
     threads: int = 1,
 ) -> PlantedRun:
     """Load a checkpoint, the chats that it can be asked, and texts."""
     checkpoint = Checkpoint.open(folder)
-    tokenizer = read_tokenizer(folder / "tokenizer.json")
-    ends = json.loads((folder / "generation_config.json").read_text())["eos_token_id"]
-    config = _Config(CONTEXT, tuple(ends if isinstance(ends, list) else [ends]), checkpoint.geometry.vocabulary)
-    encoder = PromptEncoder(config, tokenizer, tool_prompt.chosen(folder, None, tool_prompt=asks_tools))  # type: ignore[arg-type]
+    encoder = behaviour.encoder_of(checkpoint, CONTEXT)
+    if asks_tools and encoder.template is not None:
+        encoder.template = tool_prompt.added(encoder.template)
     documents = read_documents(data)[::every]
     documents = tuple(each.model_copy(update={"max_tokens": min(most, each.max_tokens)}) for each in documents)
     prompts, notes = behaviour.prepare(documents, encoder)
     print(*notes, sep="\n", file=sys.stderr)
     baseline = Baseline(checkpoint, threads=threads)
     model = PlantedModel(baseline._model, encoder, DecisiveTokens.of(encoder).ids)
-    side = CheckpointSide(lambda: baseline, "", CONTEXT, config.eos_token_ids, tokenizer.decode)
-    lines = text.read_text().splitlines()[:TEXTS]
-    texts = [tokenizer.encode(json.loads(line)["text"]).ids[:TEXT_TOKENS] for line in lines]
-    return PlantedRun.of(model, PlantedSide(model, side), prompts, texts)
+    side = CheckpointSide(lambda: baseline, "", CONTEXT, encoder.config.eos_token_ids, encoder.tokenizer.decode)
+    lines = text.read_text().splitlines()[:texts]
+    read = [encoder.tokenizer.encode(json.loads(line)["text"]).ids[:TEXT_TOKENS] for line in lines]
+    return PlantedRun.of(model, PlantedSide(model, side), prompts, read)
 
 
 def main() -> None:
@@ -344,6 +337,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=MOST_TOKENS)
+    parser.add_argument("--texts", type=int, default=TEXTS)
     parser.add_argument("--only", default="")
     given = parser.parse_args()
     began = time.process_time()
@@ -354,6 +348,7 @@ def main() -> None:
         asks_tools=given.tool_prompt,
         every=given.every,
         most=given.max_tokens,
+        texts=given.texts,
         threads=given.threads,
     )
     print(f"{len(run.prompts)} chats; the model as it is: {time.process_time() - began:.0f} CPU s", file=sys.stderr)

@@ -21,7 +21,7 @@ from llmforge.report import render
 from ..samples import plugin_packages, tool_model
 
 CALL = 8194  # <tool_call>
-KLD = 0.01
+KLD, KLD_OF_INIT = 0.01, 0.045  # of the build here; of the recipe that `init` writes for the model
 PASS = '''
 """Scale the logit of a token."""
 from typing import ClassVar
@@ -124,7 +124,7 @@ def test_a_build_whose_calls_are_less_likely_fails_by_that_gate_alone(place: Pla
 @pytest.mark.timeout(3600)
 def test_every_damage_is_caught_and_what_is_sound_passes_on_samples_of_the_chats(place: Place, data: Path) -> None:
     run = planted_damage.prepare(place.checkpoint, tool_model.CHATS, data / "evaluation.jsonl")
-    lines = list(planted_damage.table(run, KLD))
+    lines = list(planted_damage.table(run, KLD_OF_INIT))
     assert lines[0] == "too few chats for: none\n"
     rows = {cells[1]: cells[2:-1] for cells in ([cell.strip() for cell in line.split("|")] for line in lines[3:])}
     assert len(rows) == 9
