@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from llmforge.ir import graph as g
 from llmforge.ir import interface
 from llmforge.ir.operators import canonical, standard
 from llmforge.trace.canonicalize import simplification, token_axes, tokenwise
+from llmforge.trace.canonicalize.rewriting import insert
 from llmforge.trace.export import capture, pattern, skeleton, weights
 from llmforge.trace.export.pattern import Irregular
 from llmforge.trace.hooks import experts, internals, rotary
@@ -225,6 +227,8 @@ def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
     simplification.canonicalize(graph)
     for product in standard.Gemm.all(graph):
         token_axes.multiply(product)
+    for rotary_embedding in standard.RotaryEmbedding.all(graph):
+        _turn_alone(graph, rotary_embedding)
     g.drop_unused(graph)
     simplification.name_nodes(graph)
     tokenwise.check(graph)
@@ -233,6 +237,24 @@ def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
     if (tokens := longest(model, checkpoint.geometry.context)) is not None:
         interface.record_limit(graph, interface.TextLimit(tokens, "its positions end there"))
     return graph
+
+
+def _turn_alone(graph: ir.Model, layer: standard.RotaryEmbedding) -> None:
+    """Let a RotaryEmbedding read each token as a row: ONNX Runtime refuses rows longer than its tables (1.31)."""
+    node, width, dtype = layer.node, g.width(layer.x), layer.x.dtype
+
+    def reshape(x: ir.Value, shape: list[int], dims: tuple[int | str, ...], kind: ir.DataType | None) -> ir.Value:
+        name = f"shape_{'_'.join(map(str, shape))}".replace("-1", "all")
+        target = g.initializer(graph, name, np.array(shape, np.int64))
+        return insert(node, standard.Reshape, {"x": x, "shape": target}, dims=dims, dtype=kind)
+
+    tokens = "sequence"
+    x = reshape(layer.x, [-1, 1, width], (tokens, 1, width), dtype)
+    ids = reshape(layer.position_ids, [-1, 1], (tokens, 1), layer.position_ids.dtype)
+    inputs = {"x": x, "cos": layer.cos, "sin": layer.sin, "position_ids": ids}
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    turned = insert(node, standard.RotaryEmbedding, inputs, attributes, dims=(tokens, 1, width), dtype=dtype)
+    g.replace_uses(layer.output, reshape(turned, [1, -1, width], (1, tokens, width), dtype))
 
 
 def _output(encoding: Encoding) -> str:
