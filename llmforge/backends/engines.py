@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from llmforge.backends.exported_parameters import Exported
+    from llmforge.checkpoint import Encoding
     from llmforge.recipe import EngineSpec
     from llmforge.rewrite.pass_base import Changes
     from llmforge.targets import Target
@@ -54,6 +55,7 @@ class BuildRequest:
     exported: Exported | None = None  # where the backend writes a file of parameters (`Backend.export_format`)
     run_in_parts: RunInParts | None = None  # what proves an engine of more than `WHOLE_BYTES`; None: it is loaded
     prove: Prove = at_once
+    encoding: Encoding | None = None  # what an engine gives that embeds or scores; None: it predicts tokens
     ranks: Sequence[ir.Model] = ()  # the lowered graph of each, where several share the model; `model` is the first
     speculation: SpeculationFacts | None = None  # how it drafts tokens
 
