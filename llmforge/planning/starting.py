@@ -239,7 +239,8 @@ class _Lines:
         if plan.target.kind == "cpu":
             step = ". `llmforge plan` predicts times and speeds here"
         yield (
-            f"# Predicted: {size(build.memory_bytes)} of memory in a build; {size(self._weight_bytes())} of weights{step}."
+            f"# Predicted: {size(build.memory_bytes)} of memory in a build; {size(self._weight_bytes())} of "
+            f"weights{step}."
         )
 
     def _weight_bytes(self) -> int:
