@@ -23,6 +23,8 @@ from llmforge.runtime.device.cuda import CudaDevice
 if TYPE_CHECKING:
     import onnx_ir as ir
 
+    from llmforge.checkpoint import Encoding
+
     from llmforge.backends.exported_parameters import Exported
     from llmforge.recipe import EngineSpec
     from llmforge.rewrite.pass_base import Changes
@@ -54,6 +56,7 @@ class BuildRequest:
     exported: Exported | None = None  # where the backend writes a file of parameters (`Backend.export_format`)
     run_in_parts: RunInParts | None = None  # what proves an engine of more than `WHOLE_BYTES`; None: it is loaded
     prove: Prove = at_once
+    encoding: Encoding | None = None  # what an engine gives that embeds or scores; None: it predicts tokens
     ranks: Sequence[ir.Model] = ()  # the lowered graph of each, where several share the model; `model` is the first
 
 

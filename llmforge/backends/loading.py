@@ -11,11 +11,12 @@ from typing import Any
 from llmforge.backends import PROVIDERS, of_provider, plugin_of
 from llmforge.backends.ranks import session as rank_session
 from llmforge.base import plugins
-from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
+from llmforge.base.errors import EnvironmentLacks, InputError, UsageError, VersionMismatch
 from llmforge.native import nccl
 from llmforge.runtime.config import DAMAGED, DATA_FILE, FILE, MODEL_FILE, DeviceFacts, RuntimeConfig
 from llmforge.runtime.device import cuda as devices
 from llmforge.runtime.device.cuda import CudaDevice, how_to_install
+from llmforge.runtime.encoder import EncoderSession
 from llmforge.runtime.interface import Decoder
 from llmforge.runtime.signature import ELEMENTS
 
@@ -33,6 +34,11 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
         VersionMismatch: the engine was built for another version of what runs it, or for another GPU.
         EnvironmentLacks: there is no such GPU here, or what reaches it is not installed.
     """
+    if config.encoder is not None:
+        raise UsageError(
+            f"{folder.parent} gives {'embeddings' if config.encoder.kind == 'embedder' else 'scores'}, not text",
+            hint="`llmforge.load(ARTIFACT)` has `embed` and `score`",
+        )
     # The device first: without one, nothing else that may be wrong here matters.
     alone = config.ranks == 1
     gpu = _gpu(config.device, device, extra=config.provider) if config.device is not None and alone else None
@@ -43,14 +49,7 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     wanted = (*graphs, *_data_files(config)) if config.plan is None else graphs or (config.plan.file,)
     if of_provider(config.provider).export_format is not None or (config.plugin and config.onnxruntime is None):
         wanted = (FILE,)  # the files of others are theirs to read
-    for name in wanted:
-        file = folder / name
-        if not file.is_symlink() and not file.exists():
-            raise InputError(f"{file} is missing", hint=DAMAGED)
-        if file.is_symlink() or not file.is_file():  # a FIFO would block, a link may lead anywhere
-            raise InputError(f"{file}: not a regular file", hint=DAMAGED)
-        if name in graphs and file.stat().st_size > GRAPH_BYTES:
-            raise InputError(f"{file}: {file.stat().st_size} bytes; a graph has at most {GRAPH_BYTES}", hint=DAMAGED)
+    _require_files(folder, wanted, graphs)
     if gpu is not None:
         _require_memory([folder / name for name in wanted], config, gpu)
     opened: Decoder[Any]
@@ -68,6 +67,37 @@ def open_engine(folder: Path, config: RuntimeConfig, threads: int | None = None,
     if opened.signature.takes_adapters != bool(config.adapters):
         raise InputError(f"{folder}: {FILE} does not match {wanted[0]}: it names {len(config.adapters)} adapters")
     return opened
+
+
+def open_encoder(folder: Path, config: RuntimeConfig, threads: int | None = None) -> EncoderSession:
+    """Open the engine in `folder`, which `config` describes, of an embedder or a reranker.
+
+    Raises:
+        InputError: a file is missing, or they do not belong together.
+        VersionMismatch: the engine was built for another version of what runs it.
+        UsageError: it predicts tokens.
+    """
+    from llmforge.backends.onnxruntime import encoder  # what serves others need not import it
+
+    if config.encoder is None:
+        raise UsageError(
+            f"{folder.parent} predicts tokens; it gives no embeddings and no scores", hint="build an encoder's recipe"
+        )
+    config.check_versions()
+    _require_files(folder, (MODEL_FILE, DATA_FILE), (MODEL_FILE,))
+    return encoder.open_encoder(folder / MODEL_FILE, config, threads)
+
+
+def _require_files(folder: Path, wanted: Sequence[str], graphs: Sequence[str]) -> None:
+    """Return if the files of an engine are there (InputError: one is not)."""
+    for name in wanted:
+        file = folder / name
+        if not file.is_symlink() and not file.exists():
+            raise InputError(f"{file} is missing", hint=DAMAGED)
+        if file.is_symlink() or not file.is_file():  # a FIFO would block, a link may lead anywhere
+            raise InputError(f"{file}: not a regular file", hint=DAMAGED)
+        if name in graphs and file.stat().st_size > GRAPH_BYTES:
+            raise InputError(f"{file}: {file.stat().st_size} bytes; a graph has at most {GRAPH_BYTES}", hint=DAMAGED)
 
 
 def module_of(config: RuntimeConfig) -> Any:

@@ -11,15 +11,41 @@ import onnx_ir as ir
 from llmforge.backends import ProviderName, plugin_of
 from llmforge.backends.engines import BuildRequest
 from llmforge.base.errors import UnsupportedError
+from llmforge.checkpoint import Encoding
 from llmforge.ir import graph, interface, operators
 from llmforge.ir.operators import contrib
 from llmforge.runtime.config import FORMAT, PluginFacts, RuntimeConfig, SessionOptions
+from llmforge.runtime.encoder import EncoderConfig
 from llmforge.runtime.signature import CacheInput
 
 
 def vocabulary(model: ir.Model) -> int:
-    """Read the number of logits off the output [batch, rows, vocabulary]."""
+    """Read the number of logits off the output [batch, rows, vocabulary]; of an encoder, the rows of its table."""
+    if interface.encodes(model):
+        reads = graph.input_named(model, interface.INPUT_IDS).uses()
+        tables = [value for node, _ in reads for value in node.inputs if value is not None and value.is_initializer()]
+        return max(graph.static(table)[0] for table in tables)
     return graph.width(graph.output_named(model, interface.LOGITS))
+
+
+def encoder(model: ir.Model, encoding: Encoding, max_context: int) -> EncoderConfig:
+    """Say of the graph of an encoder what a runtime must know."""
+    [output] = model.graph.outputs
+    limits = [max_context, *([] if encoding.max_tokens is None else [encoding.max_tokens])]
+    if (limit := interface.recorded_limit(model)) is not None:
+        limits.append(limit.tokens)
+    embeds = encoding.kind == "embedder"
+    return EncoderConfig(
+        encoding.kind,
+        encoding.pooling,
+        encoding.normalize,
+        graph.width(output) if embeds else 0,
+        min(limits),
+        0 if embeds else graph.width(output),
+        encoding.prompts,
+        encoding.default_prompt,
+        token_types=any(value.name == interface.TOKEN_TYPE_IDS for value in model.graph.inputs),
+    )
 
 
 def caches(model: ir.Model) -> tuple[CacheInput, ...]:
@@ -60,6 +86,7 @@ def config(request: BuildRequest, session: SessionOptions) -> RuntimeConfig:
         bos_token_id=request.bos_token_id,
         caches=caches(request.model),
         session=session,
+        encoder=None if request.encoding is None else encoder(request.model, request.encoding, spec.max_context),
         adapters=tuple(json.loads(request.model.metadata_props.get(interface.ADAPTERS, "[]"))),
         **own,
     )

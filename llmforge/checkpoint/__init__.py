@@ -1,5 +1,6 @@
 """Checkpoints: a Hugging Face folder (`folder`), its tensors (`safetensors_file`, `shards`), and text to run it on."""
 
+from llmforge.checkpoint.encoding import Dense, Encoding
 from llmforge.checkpoint.folder import (
     CONFIG,
     CONTEXTS,
@@ -20,6 +21,8 @@ __all__ = [
     "SMALL_FILES",
     "Checkpoint",
     "Configuration",
+    "Dense",
+    "Encoding",
     "Geometry",
     "find_chat_template",
     "folder_of",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property
 from math import prod
@@ -25,6 +25,7 @@ from llmforge.base.wording import cut, shown
 from llmforge.checkpoint import gguf, hub, lengths, quantized, versions
 from llmforge.checkpoint.adapters import AdapterSource, Merge
 from llmforge.checkpoint.adapters.merging import unmergeable
+from llmforge.checkpoint.encoding import Encoding, encoding_of
 from llmforge.checkpoint.quantized import Grouped, QuantizedLayout, QuantizedTensor, same_content
 from llmforge.checkpoint.safetensors_file import (
     DAMAGED,
@@ -34,6 +35,7 @@ from llmforge.checkpoint.safetensors_file import (
     external,
     listed,
     parse_json,
+    read_header,
     read_small,
 )
 from llmforge.checkpoint.shards import WEIGHTS_INDEX, read_headers, weight_files
@@ -115,6 +117,7 @@ class Checkpoint:
     layout: QuantizedLayout | None = None  # None: its weights are not quantized
     notes: tuple[str, ...] = ()  # what is in it and is not taken, a sentence each
     merge: Merge | None = field(default=None, repr=False)  # adapters that are a part of what `tensor` gives
+    encoding: Encoding | None = None  # None: a language model, which predicts tokens
     _digest: str | None = field(default=None, init=False, repr=False)
     _codes: dict[str, StoredCodes] = field(default_factory=dict, init=False, repr=False)
 
@@ -147,6 +150,9 @@ class Checkpoint:
         _refuse_remote_code(folder / TOKENIZER_CONFIG, tokenizer_settings)
         files = weight_files(folder)
         stored = read_headers(folder, files)
+        encoding = encoding_of(folder, settings)
+        if encoding is not None:
+            files, stored = _with_dense(folder, encoding, files, stored)
         layout = quantized.layout_of(settings, folder / CONFIG)
         grouped = Grouped((), stored) if layout is None else layout.group(settings, stored, folder)
         tensors = _parameters(grouped)
@@ -163,6 +169,7 @@ class Checkpoint:
             layout=layout,
             notes=tuple(grouped.notes),
             merge=Merge.of(adapters, tensors, folder) if adapters else None,
+            encoding=encoding,
         )
 
     @property
@@ -252,21 +259,25 @@ class Checkpoint:
             done += count
             progress.advance(done, total)
 
+        names = {file: self._called(file) for file in self.weight_files}
         hashes = {
-            gguf.WEIGHTS if file.suffix == gguf.SUFFIX else file.name: digest_weights(
-                file, self._stored_in(file), advance
-            )
-            for file in self.weight_files
+            gguf.WEIGHTS if file.suffix == gguf.SUFFIX else name: digest_weights(file, self._stored_in(file), advance)
+            for file, name in names.items()
         }
-        for file in self.weight_files:
-            if file.name in hashes:
-                hub.check_content(file, hashes[file.name])
-        small = [self.path / name for name in SMALL_FILES if (self.path / name).exists()]
-        hashes |= {file.name: hashlib.sha256(read_small(file)).hexdigest() for file in small}
+        for file, name in names.items():
+            if name in hashes:
+                hub.check_content(file, hashes[name])
+        small = [*SMALL_FILES, *(self.encoding.files if self.encoding is not None else ())]
+        small = [name for name in small if (self.path / name).exists()]
+        hashes |= {name: hashlib.sha256(read_small(self.path / name)).hexdigest() for name in small}
         lines = "".join(f"{name} {digest}\n" for name, digest in sorted(hashes.items()))
         own = hashlib.sha256(DIGEST_FORMAT + lines.encode()).hexdigest()
         self._digest = own if self.merge is None else self.merge.digest(own)
         return self._digest
+
+    def _called(self, file: Path) -> str:
+        """Name a weight file in the digest: files of modules below the folder by their path in it."""
+        return file.relative_to(self.path).as_posix() if file.is_relative_to(self.path) else file.name
 
     def _stored_in(self, file: Path) -> list[TensorEntry]:
         """List what a file holds behind its header, without holes."""
@@ -428,6 +439,19 @@ def _parameters(grouped: Grouped) -> dict[str, TensorEntry | QuantizedTensor]:
             hint=DAMAGED,
         )
     return dict(sorted({**grouped.plain, **of_codes}.items()))
+
+
+def _with_dense(
+    folder: Path, encoding: Encoding, files: tuple[Path, ...], stored: Mapping[str, TensorEntry]
+) -> tuple[tuple[Path, ...], dict[str, TensorEntry]]:
+    """Add the files of Dense modules, and their tensors, each called `<folder>.linear.weight` or `.bias`."""
+    found = dict(stored)
+    for dense in encoding.dense:
+        file = folder / dense.weights
+        files = (*files, file)
+        for name, entry in read_header(file).items():
+            found[f"{dense.folder}.{name}"] = replace(entry, name=f"{dense.folder}.{name}")
+    return files, found
 
 
 def _check_sizes(file: Path, settings: Mapping[str, Any], inside: str = "") -> None:

@@ -123,7 +123,9 @@ class Reuse:
             CheckpointError, UnsupportedError: see `llmforge.trace.trace`.
         """
         shapes = [(e.name, e.dtype.name, e.shape) for e in sorted(checkpoint.tensors.values(), key=lambda e: e.name)]
-        key = self.key("trace", _TRACE_CODE, configuration=hash_of(checkpoint.settings), tensors=hash_of(shapes))
+        encoding = None if checkpoint.encoding is None else asdict(checkpoint.encoding)
+        settings = hash_of([checkpoint.settings, encoding])
+        key = self.key("trace", _TRACE_CODE, configuration=settings, tensors=hash_of(shapes))
         with self.cache.computing(key) as entry:
             found = None if entry is None else kept_graph.read(entry.path, checkpoint)
             progress.stage("Trace" if found is None else "Trace: reused")

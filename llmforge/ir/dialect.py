@@ -37,6 +37,8 @@ INPUTS: Mapping[str, tuple[Dtypes, int]] = {
     interface.ATTENTION_MASK: (I64, 2),
     interface.ADAPTER_IDS: (I64, 1),
     interface.LOGITS_ROWS: (I64, 1),
+    interface.SEQUENCE_STARTS: (I32, 1),
+    interface.TOKEN_TYPE_IDS: (I64, 2),
 }
 RANKS = {"key": 4, "value": 4, "latent": 4, "conv": 3, "recurrent": 4}  # of the parts of a cache
 
@@ -118,6 +120,9 @@ def _check_interface(model: ir.Model) -> None:
     outputs = {str(value.name): value for value in graph.outputs}
     _require(len(inputs) == len(graph.inputs), "graph inputs", "one is listed twice")
     _require(len(outputs) == len(graph.outputs), "graph outputs", "one is listed twice")
+    if interface.encodes(model):
+        _check_encoder(inputs, outputs)
+        return
     masked = interface.ATTENTION_MASK in inputs  # for a runtime of others, which may want all rows
     for name in (interface.INPUT_IDS, interface.LOGITS_ROWS):
         _require(name in inputs or (masked and name == interface.LOGITS_ROWS), f"graph input {name!r}", "is missing")
@@ -149,6 +154,21 @@ def _check_interface(model: ir.Model) -> None:
     known = {interface.LOGITS} | {interface.present_of(name) for name in inputs if interface.PAST.fullmatch(name)}
     for name in outputs:
         _require(name in known, f"graph output {name!r}", "is unknown: logits, and one present for every past")
+
+
+def _check_encoder(inputs: Mapping[str, ir.Value], outputs: Mapping[str, ir.Value]) -> None:
+    """Check inputs and outputs of a graph that reads whole sequences."""
+    known = (interface.INPUT_IDS, interface.POSITION_IDS, interface.TOKEN_TYPE_IDS, interface.SEQUENCE_STARTS)
+    _require(interface.INPUT_IDS in inputs, f"graph input {interface.INPUT_IDS!r}", "is missing")
+    for name, value in inputs.items():
+        where = f"graph input {name!r}"
+        _require(name in known, where, f"is unknown; known are {listed(known)}: an encoder has no cache")
+        dtypes, rank = INPUTS[name]
+        _check_value(value, where, dtypes, frozenset({rank}), typed=True)
+    one = len(outputs) == 1 and not outputs.keys() - {interface.EMBEDDINGS, interface.LOGITS}
+    _require(one, "graph outputs", f"are {listed(outputs)}; an encoder has one, embeddings or logits")
+    for name, value in outputs.items():
+        _check_value(value, f"graph output {name!r}", FLOATS, frozenset({2}), typed=True)
 
 
 def _check_node(node: ir.Node, defined: set[int], *, own_attention: bool) -> None:

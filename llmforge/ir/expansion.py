@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from llmforge.ir import graph, interface, operators
 from llmforge.ir.builder import PREFIX, GraphBuilder, shared
+from llmforge.ir.encoder_expansion import EncoderExpansion
 from llmforge.ir.fp4 import Fp4Expansion
 from llmforge.ir.mx import MxExpansion
 from llmforge.ir.operators import canonical
@@ -178,10 +179,13 @@ def expand(model: ir.Model) -> ir.Model:
     """
     clone = model.clone()
     attention, recurrence, masked = _AttentionExpansion(clone), Recurrence(clone), MaskedStep(clone)
+    encoder = EncoderExpansion(clone)
     rules: Mapping[type[Operator], Callable[[Any], None]] = {
         canonical.Attention: attention.attention,
         canonical.GrowingAttention: attention.growing_attention,
         canonical.LatentAttention: attention.latent_attention,
+        canonical.EncoderAttention: encoder.attention,
+        canonical.PoolSequences: encoder.pool,
         canonical.MoE: lambda experts: graph.replace_value(experts.output, MoEExpansion(clone, experts).result()),
         canonical.Fp4Linear: Fp4Expansion(clone).expand,
         canonical.MxLinear: MxExpansion(clone).expand,

@@ -51,6 +51,10 @@ PLACES = frozenset(
     | PAGED
 )
 ADAPTER_IDS = "adapter_ids"  # int64 [batch]: the adapter of each row, from 1 on; 0: none
+# Of a graph that reads whole sequences side by side, without a cache; its `input_ids` are [1, tokens]:
+SEQUENCE_STARTS = "sequence_starts"  # int32 [sequences + 1]: where the tokens of each begin, and the last one ends
+TOKEN_TYPE_IDS = "token_type_ids"  # int64 [1, tokens]: of a pair of texts, which one a token is of
+EMBEDDINGS = "embeddings"  # fp32 [sequences, dimensions]; a graph that scores has `logits` [sequences, labels]
 LOGITS_ROWS = "logits_rows"  # int64 [rows], default [-1]
 LOGITS = "logits"  # [batch, rows, vocabulary]
 # What a graph for GPUs also takes and gives, so that a step need not copy its logits (`TopLogits`).
@@ -163,6 +167,16 @@ def past_of(present: str) -> str:
 def grows(past: Sequence[object], present: Sequence[object]) -> bool:
     """Say whether a cache [batch, kv_heads, slots, head_dim] grows: its present has other slots than its past."""
     return past[2] != present[2]
+
+
+def encodes(model: ir.Model) -> bool:
+    """Say whether `model` reads whole sequences, and gives an embedding or scores of each: it has no cache."""
+    return any(value.name == SEQUENCE_STARTS for value in model.graph.inputs)
+
+
+def encoded(model: ir.Model) -> str:
+    """Name what such a graph gives: embeddings or logits."""
+    return str(model.graph.outputs[0].name)
 
 
 LONGEST_TEXT = "llmforge.longest_text"  # metadata_props key of a model: JSON of a `TextLimit`

@@ -155,6 +155,17 @@ typedef struct Latents {
     float *y;                /* [batch, sequence, heads·values] */
 } Latents;
 
+/* One layer's attention of sequences that stand side by side, each to itself. A query sees its own place, `left` keys before it
+ * and `right` after it; -1: all of the sequence. */
+typedef struct Encoders {
+    int64_t sequences, heads, kv_heads, dim, values, left, right;
+    const float *q;          /* [tokens, heads·dim] */
+    const float *k, *v;      /* [tokens, kv_heads·dim], [tokens, kv_heads·values] */
+    const int32_t *starts;   /* [sequences + 1]: where the tokens of each begin, and the last one ends */
+    float scale, softcap;
+    float *y;                /* [tokens, heads·values] */
+} Encoders;
+
 #define FEW_TOKENS 8      /* up to so many of a row never expand latents */
 #define CHUNK_TOKENS 512 /* of a prompt, that a scheduler reads at a time */
 
@@ -245,6 +256,8 @@ typedef struct Kernels {
     int (*latent_heads)(const Latents *a, int64_t first, int64_t last);
     /* Attend for one head of a row that does; 0: out of memory. */
     int (*latent_expanded)(const Latents *a, int64_t batch, int64_t head);
+    /* Attend for one head of a sequence; 0: out of memory. */
+    int (*encoder_head)(const Encoders *a, int64_t sequence, int64_t head);
     /* Round weights to the nearest point of a grid; `row` is a place for k fp32. 0: one of them is not finite. */
     int (*round)(const Rounding *rounding, float *row);
     /* Pack `count` pairs of codes into bytes, the first of each in the low half. */

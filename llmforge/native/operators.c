@@ -714,6 +714,72 @@ static Status *latents_compute(void *kernel, Context *context) {
     return !status && work.failed ? ort_status(api, STATUS_FAIL, "out of memory") : status;
 }
 
+/* ---- EncoderAttention --------------------------------------------------------------------------------------------- */
+
+typedef struct EncoderKernel {
+    const Api *api;
+    int64_t heads, kv_heads, left, right;
+    float scale, softcap;
+} EncoderKernel;
+
+static Status *encoder_create(const CustomOp *op, const Api *api, const KernelInfo *info, void **kernel) {
+    (void)op;
+    EncoderKernel made = {.api = api};
+    TRY(ort_attribute_int(api, info, "num_heads", &made.heads));
+    TRY(ort_attribute_int(api, info, "kv_num_heads", &made.kv_heads));
+    TRY(ort_attribute_int(api, info, "left", &made.left));
+    TRY(ort_attribute_int(api, info, "right", &made.right));
+    TRY(ort_attribute_float(api, info, "scale", &made.scale));
+    TRY(ort_attribute_float(api, info, "softcap", &made.softcap));
+    if (made.heads < 1 || made.kv_heads < 1 || made.heads % made.kv_heads) REFUSE("EncoderAttention: kv_num_heads must divide num_heads");
+    return keep(api, &made, sizeof made, kernel);
+}
+
+typedef struct EncoderWork {
+    Encoders a;
+    atomic_int failed;
+} EncoderWork;
+
+static void encoder_unit(void *data, size_t unit) {
+    EncoderWork *work = data;
+    const int64_t heads = work->a.heads;
+    if (!kernels->encoder_head(&work->a, (int64_t)unit / heads, (int64_t)unit % heads)) work->failed = 1;
+}
+
+static Status *encoder_compute(void *kernel, Context *context) {
+    const EncoderKernel *self = kernel;
+    const Api *api = self->api;
+    Tensor q, k, v, starts;
+    Tensor *inputs[] = {&q, &k, &v, &starts};
+    for (size_t i = 0; i < sizeof inputs / sizeof *inputs; i++) TRY(input(api, context, i, inputs[i]));
+    if (q.rank != 3 || k.rank != 3 || v.rank != 3 || starts.rank != 1 || starts.count < 1)
+        REFUSE("EncoderAttention: wanted q, k and v [1, tokens, width], sequence_starts [sequences + 1]");
+    const int64_t tokens = q.dims[1];
+    if (q.dims[0] != 1 || k.dims[0] != 1 || v.dims[0] != 1 || k.dims[1] != tokens || v.dims[1] != tokens)
+        REFUSE("EncoderAttention: q, k and v have one row, of as many tokens each");
+    EncoderWork work = {.a = {
+        .sequences = starts.count - 1, .heads = self->heads, .kv_heads = self->kv_heads, .dim = q.dims[2] / self->heads,
+        .values = v.dims[2] / self->kv_heads, .left = self->left, .right = self->right, .q = q.data, .k = k.data,
+        .v = v.data, .starts = starts.data, .scale = self->scale, .softcap = self->softcap}};
+    Encoders *a = &work.a;
+    if (a->dim < 1 || a->values < 1 || q.dims[2] != a->heads * a->dim || k.dims[2] != a->kv_heads * a->dim || v.dims[2] != a->kv_heads * a->values)
+        REFUSE("EncoderAttention: widths of q, k and v do not agree with the numbers of heads");
+    double work_of = 0; /* multiplications */
+    for (int64_t s = 0; s < a->sequences; s++) {
+        const double n = (double)a->starts[s + 1] - a->starts[s];
+        if (n < 0) REFUSE("EncoderAttention: sequence_starts must ascend");
+        work_of += n * n * (double)(a->heads * (a->dim + a->values));
+    }
+    if (a->starts[0] != 0 || a->starts[a->sequences] != tokens) REFUSE("EncoderAttention: sequence_starts must go from 0 to the number of tokens");
+    void *y;
+    const int64_t dims[3] = {1, tokens, a->heads * a->values};
+    TRY(output(api, context, 0, dims, 3, &y));
+    a->y = y;
+    if (!tokens) return NULL;
+    Status *status = run(api, context, encoder_unit, a->sequences * a->heads, &work, work_of < INLINE_MACS);
+    return !status && work.failed ? ort_status(api, STATUS_FAIL, "out of memory") : status;
+}
+
 /* ---- AllReduce, AllGather --------------------------------------------------------------------------------------- */
 
 typedef struct CollectiveKernel {
@@ -791,6 +857,7 @@ static const int latents_outputs[] = {TYPE_FLOAT, TYPE_FLOAT};
 static const int attention_outputs[] = {TYPE_FLOAT, TYPE_FLOAT, TYPE_FLOAT};
 static const int attention8_outputs[] = {TYPE_FLOAT, TYPE_INT8, TYPE_INT8};
 
+static const int encoder_inputs[] = {TYPE_FLOAT, TYPE_FLOAT, TYPE_FLOAT, TYPE_INT32};
 static const int collective_inputs[] = {TYPE_FLOAT};
 
 static Operator operators[] = {
@@ -805,6 +872,7 @@ static Operator operators[] = {
     OPERATOR("GroupQueryAttentionInt8", attention8_inputs, attention8_outputs, attention_create, attention_compute),
     OPERATOR("GroupQueryAttentionSlots", slots_inputs, slots_outputs, attention_create, attention_compute),
     OPERATOR("LatentAttention", latents_inputs, latents_outputs, latents_create, latents_compute),
+    OPERATOR("EncoderAttention", encoder_inputs, linear_outputs, encoder_create, encoder_compute),
     OPERATOR("LatentAttentionInt8", latents8_inputs, latents_outputs, latents_create, latents_compute),
 };
 
@@ -857,7 +925,7 @@ static const Kernels *supported(const char *name) {
 #define EXPORT __attribute__((visibility("default")))
 
 /* `VERSION` of llmforge/native/__init__.py, which tells a library that was compiled from older sources by it. */
-EXPORT int64_t llmforge_version(void) { return 7; }
+EXPORT int64_t llmforge_version(void) { return 8; }
 
 /* Choose the kernels of an instruction set by name, NULL: the best. Returns the name, or NULL where it cannot run here. */
 EXPORT const char *llmforge_kernels(const char *name) {

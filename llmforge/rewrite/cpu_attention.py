@@ -116,6 +116,16 @@ def lower_latents(model: ir.Model, attention: canonical.LatentAttention, scratch
     return lowered.op_type + f", up-projection in blocks of {block}" * int8
 
 
+def lower_encoder(attention: canonical.EncoderAttention) -> None:
+    """Put the kernel in the place of an attention of sequences to themselves."""
+    inputs = {name: getattr(attention, name) for name in ("q", "k", "v", "sequence_starts")}
+    names = ("num_heads", "kv_num_heads", "scale", "softcap", "left", "right")
+    name, node = attention.name, attention.node
+    node.name = f"{name}.replaced"
+    attributes = {each: getattr(attention, each) for each in names}
+    graph.replace_outputs(node, cpu.CpuEncoderAttention.insert(node, inputs, attributes, name=name).node.outputs)
+
+
 def lower_to_slots(
     attention: contrib.GroupQueryAttention, form: KvFormat, k_scale: ir.Value | None, v_scale: ir.Value | None
 ) -> None:

@@ -18,6 +18,7 @@ from llmforge.base.errors import EnvironmentLacks, InputError, VersionMismatch
 from llmforge.base.plugins import Package
 from llmforge.base.wording import cut, quoted, shown
 from llmforge.runtime.artifact_files import PENDING_FILE
+from llmforge.runtime.encoder import EncoderConfig
 from llmforge.runtime.signature import CacheInput
 
 physical_cores = cores.physical_cores
@@ -36,7 +37,7 @@ PLAN_FILE = "model.plan"  # what TensorRT deserializes
 
 
 # What most engines have nothing of, and their files no entry.
-_RARE = {"adapters": (), "plugin": None, "ranks": 1, "kv_blocks": None}
+_RARE = {"adapters": (), "plugin": None, "ranks": 1, "kv_blocks": None, "encoder": None}
 
 
 def rank_file(rank: int) -> str:
@@ -166,6 +167,7 @@ class RuntimeConfig:
     adapters: tuple[str, ...] = ()  # that requests choose from; the first is number 1 of the input `adapter_ids`
     plugin: PluginFacts | None = None  # that brings `provider`; null: llmforge itself
     ranks: int = 1  # processes that compute each layer together, each with a graph of its own (tensor parallelism)
+    encoder: EncoderConfig | None = None  # what an engine gives that embeds or scores; null: it predicts tokens
     kv_blocks: int | None = None  # of a pool, at most; null: the cache has a slot of `max_context` for each sequence
 
     def to_json(self) -> str:

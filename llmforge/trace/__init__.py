@@ -21,7 +21,7 @@ from llmforge.ir import dialect, interface
 from llmforge.trace.export.pattern import Irregular
 
 if TYPE_CHECKING:
-    from llmforge.checkpoint import Checkpoint
+    from llmforge.checkpoint import Checkpoint, Encoding
 
 # Of a refusal that does not say what it would take itself.
 NEEDED = "needed: a hook that recognizes what the model computes there, or operators for it (docs/new-architecture.md)"
@@ -44,6 +44,8 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
     """
     from llmforge.trace.export import strategy  # here, because torch and transformers take seconds to import
 
+    if checkpoint.encoding is not None:
+        return _encoder(checkpoint, checkpoint.encoding)
     irregular = None if shorten else Irregular("all layers were asked for")
     context = checkpoint.geometry.context
     try:
@@ -59,6 +61,20 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
         raise kind(
             f"architecture {checkpoint.architecture!r} cannot be compiled: {error.message}", hint=error.hint or NEEDED
         ) from error
+
+
+def _encoder(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
+    """Trace a model that reads whole sequences; there is no other way than by its hooks."""
+    from llmforge.trace.export import encoder
+
+    try:
+        graph = encoder.trace(checkpoint, encoding)
+        dialect.check(graph)
+    except REFUSALS as error:
+        raise UnsupportedError(
+            f"architecture {checkpoint.architecture!r} cannot be compiled: {error.message}", hint=error.hint or NEEDED
+        ) from error
+    return graph
 
 
 def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: ForgeError) -> ir.Model:

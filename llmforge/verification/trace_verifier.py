@@ -26,7 +26,8 @@ from llmforge.ir.operators import canonical, standard
 from llmforge.trace.export import pattern, replicate_layers
 from llmforge.trace.export.limits import LONGEST, TAIL, WHOLE_BYTES
 from llmforge.trace.export.pattern import Irregular, Pattern
-from llmforge.verification import probe, streamed_execution
+from llmforge.verification import encoder_trace, probe, streamed_execution
+from llmforge.verification.encoder_trace import EncoderProof
 from llmforge.verification.trace_comparison import (
     HINT,
     LARGER,
@@ -97,6 +98,8 @@ def precompute_reference(checkpoint: Checkpoint, whole_bytes: int = WHOLE_BYTES)
     Raises:
         UnsupportedError: transformers cannot run the model.
     """
+    if checkpoint.encoding is not None:
+        raise UnsupportedError("an encoder is run when its graph is there")
     from llmforge.verification import magnified
     from llmforge.verification.magnified import ReferenceRuns
 
@@ -123,7 +126,7 @@ def verify_trace(
     threads: int = 1,
     whole_bytes: int = WHOLE_BYTES,
     computed: ReferenceRuns | None = None,
-) -> TraceProof:
+) -> TraceProof | EncoderProof:
     """Hold `model`, the canonical graph of `checkpoint`, against transformers on the real weights.
 
     Prefill, decode and continuation, a ragged batch, and a prompt longer than every window up to `LONGEST`. A model of
@@ -135,6 +138,8 @@ def verify_trace(
         UnsupportedError: transformers or ONNX Runtime cannot run the model, or it is of its own attention and what
             would be a defect of the frontend for other models is known to happen there.
     """
+    if checkpoint.encoding is not None:
+        return encoder_trace.verify(checkpoint, model, threads=threads)
     try:
         return _verify(checkpoint, model, threads, whole_bytes, computed)
     except (UnsupportedError, VerificationError) as error:

@@ -27,7 +27,7 @@ from llmforge.runtime.config import physical_cores
 from llmforge.targets import Target
 from llmforge.trace.export.limits import WHOLE_BYTES
 from llmforge.triton import repository, vllm
-from llmforge.verification import streamed_execution, written_engine
+from llmforge.verification import streamed_execution, written_encoder, written_engine
 
 
 def build_engine(state: CompileState) -> None:
@@ -136,6 +136,7 @@ def _request(state: CompileState, lowered: _Lowered) -> BuildRequest:
         None if foreign is None else export_proxy.exported(first, state.traced, checkpoint),
         streamed_execution.run_engine,
         _begin_proof(state),
+        checkpoint.encoding,
         tuple(lowered.graphs) if len(lowered.graphs) > 1 else (),
     )
 
@@ -170,8 +171,11 @@ def _hold_engine(state: CompileState) -> str:
     """Hold the engine that was written to the graph that was proven last."""
     folder = state.staging / "engine"
     files = {file.name: state.hashing.sha256(file) for file in sorted(folder.iterdir())}
-    texts = [window.ids for window in state.windows]
     threads = state.recipe.engine.threads or physical_cores()
+    if state.checkpoint.encoding is not None:
+        digest = hash_of(files)
+        return written_encoder.require_same(state.checkpoint, state.model, folder, digest, threads=threads)
+    texts = [window.ids for window in state.windows]
     return written_engine.require_same(state.model, folder, hash_of(files), texts, threads=threads)
 
 
@@ -184,6 +188,8 @@ def _write_repository(
     """
     recipe, checkpoint = state.recipe, state.checkpoint
     made_of = {"checkpoint": f"{checkpoint.name} {checkpoint.digest}"}
+    if engine.config.encoder is not None:  # Triton's models generate
+        return None, {}
     served = repository.TritonModel(recipe.name, state.target.kind, recipe.serving, engine.config, made_of)
     if BACKENDS[recipe.engine.backend].export_format is None:
         repository.write(served, state.staging / repository.FOLDER / recipe.name)

@@ -185,6 +185,59 @@ class LatentAttention(Operator, domain=CANONICAL):
 ATTENTIONS = (Attention, LatentAttention)  # over preallocated caches, each in a window of tokens
 
 
+POOLINGS = ("cls", "mean", "last")  # of PoolSequences
+
+
+class EncoderAttention(Operator, domain=CANONICAL):
+    """Attention of sequences that stand side by side, each to itself and as a whole: there is no cache.
+
+    q [1, T, num_heads·D], k [1, T, kv_num_heads·D], v [1, T, kv_num_heads·Dv]. A query sees its own place, `left` keys
+    of its sequence before it and `right` after it; -1: all of them.
+    """
+
+    q = Input(FLOATS, 3)
+    k = Input(FLOATS, 3)
+    v = Input(FLOATS, 3)
+    sequence_starts = Input(I32, 1)
+    num_heads = integer()
+    kv_num_heads = integer()
+    scale = real()
+    softcap = real()
+    left = integer()
+    right = integer()
+    y = Output()
+    precision = Precision.HALF
+    indivisible = "an encoder is not divided among ranks"
+
+    def check(self) -> None:
+        """Check that heads divide widths."""
+        heads, kv_heads = self.num_heads, self.kv_num_heads
+        self.require(0 < kv_heads <= heads and heads % kv_heads == 0, f"{heads} heads cannot share {kv_heads} KV heads")
+        self.require(min(self.left, self.right) >= -1, "left and right must not be less than -1")
+        self.require(self.softcap >= 0, "softcap must not be negative")
+        self.require(self.sequence_starts.name == interface.SEQUENCE_STARTS, "sequences begin where the graph says")
+        q, k, v = _dim(self.q, 2), _dim(self.k, 2), _dim(self.v, 2)
+        for name, width, count in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
+            self.require(width is None or width % count == 0, f"{name} is {width} wide, which {count} heads cannot share")
+        if q is not None and k is not None:
+            self.require(q // heads == k // kv_heads, f"queries have {q // heads} channels, keys {k // kv_heads}")
+
+
+class PoolSequences(Operator, domain=CANONICAL):
+    """One row of each sequence that stands in x [1, T, H], y [sequences, H]: its first or last token, or their mean."""
+
+    x = Input(FLOATS, 3)
+    sequence_starts = Input(I32, 1)
+    mode = text()
+    y = Output()
+    indivisible = "an encoder is not divided among ranks"
+
+    def check(self) -> None:
+        """Check the mode."""
+        self.require(self.mode in POOLINGS, f"mode {self.mode!r} is unknown; known are {listed(POOLINGS)}")
+        self.require(self.sequence_starts.name == interface.SEQUENCE_STARTS, "sequences begin where the graph says")
+
+
 class CausalMask(Operator, domain=CANONICAL):
     """What a model adds to scores in attention code of its own, fp32 [batch, 1, queries, keys]; of a raw graph."""
 

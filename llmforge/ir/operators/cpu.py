@@ -119,6 +119,23 @@ class CpuLatentAttention(_Kernel, op_type="LatentAttention"):
     rounds = False
 
 
+class CpuEncoderAttention(_Kernel, op_type="EncoderAttention"):
+    """Attention of sequences to themselves, as the canonical one, in fp32."""
+
+    q = Input(FP32, 3)
+    k = Input(FP32, 3)
+    v = Input(FP32, 3)
+    sequence_starts = Input(I32, 1)
+    num_heads = integer()
+    kv_num_heads = integer()
+    left = integer()
+    right = integer()
+    scale = real()
+    softcap = real()
+    y = Output()
+    rounds = False
+
+
 class LatentAttentionInt8(CpuLatentAttention):
     """The same, with codes in `up` and a scale for each block of a row."""
 

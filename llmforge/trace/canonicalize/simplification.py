@@ -228,6 +228,7 @@ NUMBERED = re.compile(r"val_\d+|constant_\d+|(.*\.)?lifted_tensor_\d+")  # how t
 DIMS = {
     interface.INPUT_IDS: ("batch", "sequence"),
     interface.LOGITS_ROWS: ("rows",),
+    interface.SEQUENCE_STARTS: ("starts",),
 }
 CACHE_DIMS = ("batch", None, "capacity", None)  # of keys and values
 
@@ -245,7 +246,13 @@ def name_dims(model: ir.Model) -> None:
     for value in values:
         dims = graph.dims(value)
         if dims is not None:
-            value.shape = ir.Shape([names.get(dim, dim) if isinstance(dim, str) else dim for dim in dims])
+            value.shape = ir.Shape([_renamed(dim, names) if isinstance(dim, str) else dim for dim in dims])
+
+
+def _renamed(dim: str, names: Mapping[str, str]) -> str:
+    """Rename a dimension, or the one that it is reckoned from: "s98 - 1"."""
+    first, space, rest = dim.partition(" ")
+    return f"{names.get(first, first)}{space}{rest}"
 
 
 def name_constants(model: ir.Model) -> None:

@@ -39,7 +39,7 @@ def restore(model: ir.Model) -> None:
             case standard.ScatterElements() as scatter:
                 _compare(model, scatter)
             case standard.Gemm() as gemm:
-                _multiply(gemm)
+                multiply(gemm)
             case standard.Squeeze() as squeeze:
                 _name_axes(model, squeeze)
     graph.drop_unused(model)
@@ -91,7 +91,7 @@ def _flattened(model: ir.Model) -> str | None:
     return None
 
 
-def _multiply(gemm: standard.Gemm) -> None:
+def multiply(gemm: standard.Gemm) -> None:
     """Gemm(x, W, b) → Add(MatMul(x, Wᵀ), b), as the dialect writes a linear layer."""
     if gemm.transA or gemm.alpha != 1.0 or gemm.beta != 1.0:
         raise _refused(gemm, "which is no linear layer")

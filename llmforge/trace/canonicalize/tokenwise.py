@@ -18,6 +18,7 @@ from llmforge.ir.operators.record import STANDARD, Operator, Reduction
 from llmforge.trace.canonicalize.rewriting import integers
 
 SEQUENCE = "sequence"
+SEQUENCES = "starts"  # a graph of whole sequences has "starts - 1" of them, each pooled to a row
 OF_ITS_OWN = frozenset({"batch", "capacity", "rows"})  # dynamic dimensions that do not hold the tokens of the step
 
 
@@ -79,4 +80,4 @@ def _in_front(value: ir.Value) -> tuple[list[str], int] | None:
 
 def _holds_tokens(dim: int | str | None) -> bool:
     """Say whether a dimension is the sequence, or a product with it."""
-    return isinstance(dim, str) and dim not in OF_ITS_OWN
+    return isinstance(dim, str) and dim not in OF_ITS_OWN and not dim.startswith(SEQUENCES)

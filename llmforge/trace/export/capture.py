@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import onnx_ir as ir
 import torch
@@ -22,6 +22,8 @@ from llmforge.trace.export.pattern import Irregular, Pattern
 from llmforge.trace.hooks import internals, lightning, looped_experts, modules, norms, recurrent, rotary
 from llmforge.trace.hooks.attention import AttentionHook, CacheLayer
 
+H = TypeVar("H", bound=AttentionHook)
+W = TypeVar("W", bound=nn.Module)
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]  # of the cache's parts, layer by layer, without batch and capacity
 
 OPSET, IR_VERSION = 24, 12  # ONNX 1.19, which brought TensorScatter and this opset
@@ -121,7 +123,7 @@ def capture(
     Raises:
         UnsupportedError: it cannot be traced.
     """
-    with internals.third_party("tracing"), torch.no_grad(), prepared(model, attention) as traced:
+    with internals.third_party("tracing"), torch.no_grad(), prepared(model, attention, Traced) as traced:
         shapes = dry_run(traced, mode, layers)
         longest = attention.positions // 2 - 1 if attention.bounded else None
         pattern = _pattern(traced, mode, shapes) if shorten else Irregular("all layers were asked for")
@@ -133,8 +135,10 @@ def capture(
 
 
 @contextmanager
-def prepared(model: PreTrainedModel, attention: AttentionHook) -> Iterator[Traced]:
-    """Substitute what `model` computes by what the dialect says, and give it the dialect's inputs."""
+def prepared(
+    model: PreTrainedModel, attention: H, wrap: Callable[[PreTrainedModel, H, rotary.Tables], W]
+) -> Iterator[W]:
+    """Substitute what `model` computes by what the dialect says, and `wrap` it, which gives it the dialect's inputs."""
     norms.substitute(model)
     norms.substitute_gated(model)
     modules.substitute(model)
@@ -142,7 +146,7 @@ def prepared(model: PreTrainedModel, attention: AttentionHook) -> Iterator[Trace
     with attention.tables(model) as tables, recurrent.substituted(model, attention):
         attention.choose(model, tables)
         lightning.substitute(model, attention)
-        yield Traced(model, attention, tables)
+        yield wrap(model, attention, tables)
 
 
 def dry_run(traced: Traced, mode: internals.FakeTensorMode, layers: int) -> Shapes:
@@ -236,12 +240,16 @@ def _cache_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[str, object]]) -> ir.Model:
-    """Translate to ONNX, unoptimized: its optimizer would bake transposed weights and lose parameter names."""
     inputs = [*INPUTS]
     outputs = [interface.LOGITS]
     for layer, parts in enumerate(filter(None, shapes)):
         inputs += [interface.past_part(layer, part) for part in parts]
         outputs += [interface.present_part(layer, part) for part in parts]
+    return translate(program, inputs, outputs)
+
+
+def translate(program: torch.export.ExportedProgram, inputs: Sequence[str], outputs: Sequence[str]) -> ir.Model:
+    """Translate to ONNX, unoptimized: its optimizer would bake transposed weights and lose parameter names."""
     with (
         warnings.catch_warnings(),
         internals.quiet(REGISTRATION_LOGGER, logging.ERROR),
@@ -255,8 +263,8 @@ def _translate(program: torch.export.ExportedProgram, shapes: Sequence[Mapping[s
             opset_version=OPSET,
             optimize=False,
             verbose=False,
-            input_names=inputs,
-            output_names=outputs,
+            input_names=[*inputs],
+            output_names=[*outputs],
             custom_translation_table={
                 torch.ops.aten.softplus.default: _softplus,
                 torch.ops.aten.linalg_vector_norm.default: _vector_norm,

@@ -123,7 +123,7 @@ def _converted(checkpoint: Checkpoint) -> WeightPlan:
     """Plan the parameters again whose tensors transformers converts."""
     from llmforge.trace.export import reference, skeleton
 
-    return weights.plan(skeleton.on_meta(checkpoint.config, reference.EAGER), checkpoint)
+    return weights.plan(skeleton.on_meta(checkpoint.config, reference.EAGER, checkpoint.encoding), checkpoint)
 
 
 def _rounds(value: Any) -> bool:

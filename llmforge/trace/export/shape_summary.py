@@ -69,7 +69,7 @@ def summarize(config: PretrainedConfig, layers: int, context: int | None) -> Sha
         with (
             internals.third_party("running the model without numbers"),
             torch.no_grad(),
-            capture.prepared(model, way.attention) as traced,
+            capture.prepared(model, way.attention, capture.Traced) as traced,
         ):
             shapes = capture.dry_run(traced, mode, layers)
     found: list[LayerShape] = []

@@ -9,17 +9,25 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from llmforge.base.errors import CheckpointError, NotADecoder
-from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint import Checkpoint, Encoding
 from llmforge.trace.export import stored_matrix, weights
 from llmforge.trace.hooks import internals
 
 _MAKING = threading.Lock()  # transformers replaces functions of its own while it makes a model, of all threads
 
 
-def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, internals.FakeTensorMode]:
+def build(
+    config: PretrainedConfig, attention: str, encoding: Encoding | None = None
+) -> tuple[PreTrainedModel, internals.FakeTensorMode]:
     """Build the causal language model of `config` in fp32 without its state, and the fake mode that stands in for it.
 
     What a checkpoint holds, parameters and persistent buffers, has no memory and no numbers, so that no number of the
@@ -35,7 +43,7 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
             hint="needed: a graph of the encoder beside that of the decoder, and a cache for attention between them",
         )
     with internals.third_party("building the model"):
-        model = on_meta(config, attention)
+        model = on_meta(config, attention, encoding)
     mode = internals.fake_mode()
     parameters: dict[nn.Parameter, nn.Parameter] = {}  # what is shared stays shared
     for module in model.modules():
@@ -49,18 +57,23 @@ def build(config: PretrainedConfig, attention: str) -> tuple[PreTrainedModel, in
     return model, mode
 
 
-def on_meta(config: PretrainedConfig, attention: str | None) -> PreTrainedModel:
-    """Build the causal language model of `config` in fp32, its parameters on the meta device; buffers hold numbers.
+def on_meta(
+    config: PretrainedConfig, attention: str | None, encoding: Encoding | None = None
+) -> PreTrainedModel:
+    """Build the model of `config` in fp32, its parameters on the meta device; buffers hold numbers.
+
+    It is the causal language model, or what gives what `encoding` says, with its Dense layers.
 
     `attention` names the attention implementation; None: transformers' default.
 
     Raises:
         ValueError: transformers has no causal language model for `config`, or it does not take `attention`.
     """
-    make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config  # untyped in transformers
+    make: Callable[..., PreTrainedModel] = _auto_class(encoding).from_config  # untyped in transformers
     own = copy.deepcopy(config)  # from_config writes `attention` and the dtype into what it is given
     with _MAKING, internals.parameters_on_meta():
         model = make(own, attn_implementation=attention, dtype=torch.float32)
+        _shape_to(model, encoding)
     model.eval()  # type: ignore[no-untyped-call]
     return model
 
@@ -73,12 +86,14 @@ def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedMode
     Raises:
         CheckpointError: transformers misses weights.
     """
-    if checkpoint.layout is not None or checkpoint.merge is not None:  # no file holds its numbers
-        dense = on_meta(checkpoint.config, attention)
+    encoding = checkpoint.encoding
+    if checkpoint.layout is not None or checkpoint.merge is not None or encoding is not None and encoding.dense:
+        # no file holds its numbers, or not one that transformers reads
+        dense = on_meta(checkpoint.config, attention, encoding)
         sources = weights.plan(dense, checkpoint)
         stored_matrix.give_weights(dense, checkpoint, sources, without=(), in_memory=True)
         return dense
-    read: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
+    read: Callable[..., Any] = _auto_class(encoding).from_pretrained
     with _MAKING, internals.no_progress_bars():
         loaded: tuple[PreTrainedModel, Mapping[str, Any]] = read(
             checkpoint.path,
@@ -90,7 +105,9 @@ def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedMode
             output_loading_info=True,
         )
     model, info = loaded
-    if missing := sorted(info["missing_keys"]):
+    _shape_to(model, encoding)
+    there = model.state_dict()
+    if missing := sorted(name for name in info["missing_keys"] if name in there):
         raise CheckpointError(
             f"{checkpoint.path}: transformers would fill {len(missing)} missing weights with random numbers, "
             f"the first {missing[0]}",
@@ -98,6 +115,24 @@ def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedMode
         )
     model.eval()  # type: ignore[no-untyped-call]
     return model
+
+
+def _auto_class(encoding: Encoding | None) -> Any:
+    """Choose the class of transformers that makes a model for what is wanted of it."""
+    if encoding is None:
+        return AutoModelForCausalLM
+    return AutoModel if encoding.kind == "embedder" else AutoModelForSequenceClassification
+
+
+def _shape_to(model: PreTrainedModel, encoding: Encoding | None) -> None:
+    """Take out of an embedder what it does not compute with, and put its Dense layers in."""
+    if encoding is None or encoding.kind != "embedder":
+        return
+    if isinstance(getattr(model, "pooler", None), nn.Module):  # of the first token, for a head that is not there
+        model.pooler = None
+    for layer in encoding.dense:
+        linear = nn.Linear(layer.inputs, layer.outputs, bias=layer.bias)
+        model.add_module(layer.folder, nn.ModuleDict({"linear": linear}))
 
 
 def _empty(tensor: torch.Tensor, mode: internals.FakeTensorMode) -> torch.Tensor:

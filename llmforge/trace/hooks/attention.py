@@ -225,18 +225,18 @@ class AttentionHook:
             "window": mask.window,
             "layer": layer.number,
         }
-        inputs = {"q": _rows(query), "past_lengths": self.past_lengths, "sinks": s_aux}
+        inputs = {"q": rows(query), "past_lengths": self.past_lengths, "sinks": s_aux}
         made = (query.dtype, (batch, sequence, num_heads * value_dim))
         if matrix is not None:
             assert layer.new is not None
             past = layer.past["latent"]
-            inputs |= {"latent": _rows(torch.cat(layer.new, -1)), "up": matrix, "past": past}
+            inputs |= {"latent": rows(torch.cat(layer.new, -1)), "up": matrix, "past": past}
             y, layer.present["latent"] = emit(
                 canonical.LatentAttention, inputs, attributes, [made, (key.dtype, past.shape)]
             )
         else:
             past_key, past_value = layer.past["key"], layer.past["value"]
-            inputs |= {"k": _rows(key), "v": _rows(value), "past_key": past_key, "past_value": past_value}
+            inputs |= {"k": rows(key), "v": rows(value), "past_key": past_key, "past_value": past_value}
             attributes |= {"kv_num_heads": key.shape[1], **({"chunk": mask.chunk} if mask.chunk else {})}
             presents = [(key.dtype, past_key.shape), (value.dtype, past_value.shape)]
             y, layer.present["key"], layer.present["value"] = emit(
@@ -305,7 +305,7 @@ def _mask(where: str, mask: object, options: Mapping[str, object]) -> masks.Mask
     return mask
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows(x: Tensor) -> Tensor:
     """Lay heads side by side: [B, H, S, D] → [B, S, H·D]."""
     batch, count, sequence, dim = x.shape
     return x.transpose(1, 2).reshape(batch, sequence, count * dim)

@@ -52,7 +52,7 @@ def classify(function: MaskFunction, positions: int) -> Mask | MaskRows:
     refuse_encoders(function, positions)
     with internals.real_tensors():
         last = positions - 1
-        window = int(_row(function, last, positions).sum())
+        window = int(row(function, last, positions).sum())
         if not window:
             return MaskRows(Mask(0))
         first = hides_from(function, positions) or positions
@@ -77,7 +77,7 @@ def _differs(function: MaskFunction, positions: int, mask: Mask) -> int | None:
     keys = torch.arange(positions)
     for query in sorted(query for query in queries if 0 <= query < positions):
         expected = (keys <= query) & (keys > query - window) & (keys >= query - query % chunk)
-        if not torch.equal(_row(function, query, positions), expected):
+        if not torch.equal(row(function, query, positions), expected):
             return query
     return None
 
@@ -89,7 +89,7 @@ def refuse_encoders(function: MaskFunction, positions: int = 2) -> None:
         NotADecoder: it does.
     """
     with internals.real_tensors():
-        if positions > 1 and bool(_row(function, 0, positions).all()):
+        if positions > 1 and bool(row(function, 0, positions).all()):
             raise NotADecoder(
                 "its attention sees later tokens: it is an encoder, not a decoder",
                 hint="needed: a compiler for encoders; llmforge compiles decoders",
@@ -103,13 +103,13 @@ def hides_from(function: MaskFunction, positions: int) -> int | None:
     """
 
     def hides(query: int) -> bool:
-        return not bool(_row(function, query, query + 1).all())
+        return not bool(row(function, query, query + 1).all())
 
     with internals.real_tensors():
         return bisect_left(range(positions), True, key=hides) if hides(positions - 1) else None
 
 
-def _row(function: MaskFunction, query: int, positions: int) -> torch.Tensor:
+def row(function: MaskFunction, query: int, positions: int) -> torch.Tensor:
     """Evaluate `function` for one query against all keys: bool [positions]."""
     zero, keys = torch.tensor(0), torch.arange(positions)
     allowed = function(zero, zero, torch.full_like(keys, query), keys)

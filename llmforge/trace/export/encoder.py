@@ -1,0 +1,236 @@
+"""From the skeleton of an encoder to a raw graph: whole sequences side by side in, an embedding or scores of each out.
+
+A trace has one row of tokens, [1, T], of several sequences. What a model computes of a token alone is right for all;
+attention and pooling are told where sequences begin, and positions come from outside. A head that scores reads the
+first token of each sequence, or the last one, as a row of its own: [sequences, 1, hidden].
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from llmforge.base.errors import UnsupportedError
+from llmforge.checkpoint import Checkpoint, Encoding
+from llmforge.ir import graph as g
+from llmforge.ir import interface
+from llmforge.ir.operators import canonical, standard
+from llmforge.trace.canonicalize import simplification, token_axes, tokenwise
+from llmforge.trace.export import capture, pattern, skeleton, weights
+from llmforge.trace.export.pattern import Irregular
+from llmforge.trace.hooks import experts, internals, rotary
+from llmforge.trace.hooks.encoder_attention import EncoderAttentionHook
+from llmforge.trace.hooks.symbolic import emit
+
+SEQUENCES = 3  # of the example inputs
+TOKENS = 11
+UNBOUNDED = 8192  # as in `strategy`
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+    "gelu": nn.functional.gelu,
+    "silu": nn.functional.silu,
+    "sigmoid": torch.sigmoid,
+}
+SMALLEST_NORM = 1e-12  # torch.nn.functional.normalize
+
+
+class TracedEncoder(nn.Module):
+    """The model with the inputs and outputs of the dialect (docs/dialect.md)."""
+
+    def __init__(
+        self, model: PreTrainedModel, attention: EncoderAttentionHook, tables: rotary.Tables, encoding: Encoding
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.rotary = tables
+        self.typed = reads_token_types(model)
+        self._attention, self._encoding = attention, encoding
+        self._base = model if encoding.kind == "embedder" else getattr(model, model.base_model_prefix, None)
+        if self._base is None:
+            raise UnsupportedError("the model has no part that could be told from its head")
+        self._hold = [self._base]  # apart from the module, so that it is no second child
+        del self._base
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Inputs of `forward`, in its order."""
+        types = (interface.TOKEN_TYPE_IDS,) if self.typed else ()
+        return (interface.INPUT_IDS, interface.POSITION_IDS, interface.SEQUENCE_STARTS, *types)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, sequence_starts: Tensor, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Trace one run: [1, T] tokens → embeddings [sequences, dimensions], or scores [sequences, labels]."""
+        self._attention.begin(sequence_starts)
+        self.rotary.step.position_ids = position_ids
+        self.rotary.step.text_lengths = sequence_starts.long()  # nothing of an encoder reads it
+        base = self._hold[0]
+        given = {"input_ids": input_ids, "position_ids": position_ids, "token_type_ids": token_type_ids}
+        taken = inspect.signature(base.forward).parameters
+        given = {name: value for name, value in given.items() if name in taken and value is not None}
+        if "use_cache" in taken:
+            given["use_cache"] = False
+        with self._attention.uniform, _positions(base, position_ids):
+            hidden = base(**given).last_hidden_state
+        if not self._attention.attentions:
+            raise UnsupportedError("no layer calls attention through transformers' interface")
+        if self._encoding.kind == "embedder":
+            return self._embed(hidden, sequence_starts)
+        return self._score(base, hidden, sequence_starts)
+
+    def _pool(self, hidden: Tensor, starts: Tensor, mode: str) -> Tensor:
+        """[1, T, H] → [sequences, H]."""
+        shape = (starts.shape[0] - 1, hidden.shape[2])
+        [pooled] = emit(
+            canonical.PoolSequences, {"x": hidden, "sequence_starts": starts}, {"mode": mode}, [(hidden.dtype, shape)]
+        )
+        return pooled
+
+    def _embed(self, hidden: Tensor, starts: Tensor) -> Tensor:
+        x = self._pool(hidden, starts, self._encoding.pooling)
+        for layer in self._encoding.dense:
+            module: Any = self.model.get_submodule(layer.folder)
+            x = ACTIVATIONS[layer.activation](module["linear"](x))
+        if self._encoding.normalize:
+            x = x / (x * x).sum(-1, keepdim=True).sqrt().clamp_min(SMALLEST_NORM)
+        return x
+
+    def _score(self, base: nn.Module, hidden: Tensor, starts: Tensor) -> Tensor:
+        """Let the model's own head read one token of each sequence, [sequences, 1, H]."""
+        if isinstance(self.model, GenericForSequenceClassification):
+            model: Any = self.model
+            return model.score(self._pool(hidden, starts, "last"))  # type: ignore[no-any-return]
+        if getattr(self.model.config, "classifier_pooling", "cls") != "cls":
+            raise UnsupportedError(
+                f"its head reads the {self.model.config.classifier_pooling} of all tokens",
+                hint="needed: a head behind llmforge::PoolSequences (docs/new-architecture.md)",
+            )
+        picked = self._pool(hidden, starts, "cls").unsqueeze(1)
+        pooler: Any = getattr(base, "pooler", None)
+        pooled = None if pooler is None else pooler(picked)
+        own = base.forward
+        base.forward = lambda *args, **kwargs: BaseModelOutputWithPooling(  # type: ignore[method-assign]
+            last_hidden_state=picked, pooler_output=pooled
+        )
+        try:
+            ids = torch.zeros(picked.shape[:2], dtype=torch.int64)
+            scores: Tensor = self.model(input_ids=ids).logits
+        finally:
+            base.forward = own  # type: ignore[method-assign]
+        return scores
+
+
+class _positions:  # noqa: N801  used as a function
+    """Let tables of learned positions of `model` read these positions, for a while."""
+
+    def __init__(self, model: nn.Module, position_ids: Tensor) -> None:
+        self._tables, self._ids = position_tables(model), position_ids
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for table in self._tables.values():
+            self._hooks.append(table.register_forward_pre_hook(functools.partial(_read, self._ids)))
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _read(position_ids: Tensor, table: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
+    first = first_position(table)
+    return (position_ids + first if first else position_ids,)
+
+
+def position_tables(model: nn.Module) -> dict[str, nn.Embedding]:
+    """Find the tables of learned positions of `model`, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in ("position_embeddings", "position_embedding")
+    }
+
+
+def first_position(table: nn.Module) -> int:
+    """Return the row of a table of positions that the first token reads: behind that of padding, where it has one."""
+    padding = getattr(table, "padding_idx", None)
+    return 0 if padding is None else int(padding) + 1
+
+
+def longest(model: nn.Module, context: int | None) -> int | None:
+    """Return how many tokens a sequence may have; None: any number."""
+    rows = [table.num_embeddings - first_position(table) for table in position_tables(model).values()]
+    found = [*rows, *([] if context is None or rows else [context])]
+    return min(found, default=None)
+
+
+def reads_token_types(model: nn.Module) -> bool:
+    """Say whether a model tells texts of a pair apart."""
+    return any(
+        isinstance(module, nn.Embedding) and module.num_embeddings > 1
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "token_type_embeddings"
+    )
+
+
+def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
+    """Trace the encoder of `checkpoint`, and attach its weights.
+
+    Raises:
+        CheckpointError: a parameter has no tensor, or one of another shape.
+        UnsupportedError: it cannot be traced.
+    """
+    attention = EncoderAttentionHook(checkpoint.geometry.context or UNBOUNDED)
+    with (
+        internals.torch_threads(1),
+        attention.registered(),
+        internals.registered_experts(experts.NAME, experts.ExpertsHook()),
+    ):
+        model, _ = skeleton.build(checkpoint.config, attention.NAME, encoding)
+        sources = weights.plan(model, checkpoint)
+        weights.untie(model, sources)
+        with (
+            internals.third_party("tracing"),
+            torch.no_grad(),
+            capture.prepared(model, attention, functools.partial(TracedEncoder, encoding=encoding)) as traced,
+        ):
+            graph = capture.translate(_export(traced), traced.inputs, [_output(encoding)])
+    simplification.canonicalize(graph)
+    for product in standard.Gemm.all(graph):
+        token_axes.multiply(product)
+    g.drop_unused(graph)
+    simplification.name_nodes(graph)
+    tokenwise.check(graph)
+    weights.attach(graph, capture.MODEL, model, checkpoint, sources)
+    pattern.record(graph, Irregular("layers of encoders are all traced"))
+    if (tokens := longest(model, checkpoint.geometry.context)) is not None:
+        interface.record_limit(graph, interface.TextLimit(tokens, "its positions end there"))
+    return graph
+
+
+def _output(encoding: Encoding) -> str:
+    return interface.EMBEDDINGS if encoding.kind == "embedder" else interface.LOGITS
+
+
+def _export(traced: TracedEncoder) -> torch.export.ExportedProgram:
+    """Export `traced` with any number of tokens and sequences."""
+    tokens, starts = torch.export.Dim("sequence"), torch.export.Dim("starts", min=3)
+    ids, places, types = (torch.zeros(1, TOKENS, dtype=torch.int64) for _ in range(3))  # one twice would be one input
+    inputs = [ids, places, torch.zeros(SEQUENCES + 1, dtype=torch.int32), *([types] * traced.typed)]
+    dims = [{1: tokens}, {1: tokens}, {0: starts}, *([{1: tokens}] * traced.typed)]
+    program = torch.export.export(
+        traced, tuple(inputs), dynamic_shapes=tuple(dims), strict=False, prefer_deferred_runtime_asserts_over_guards=True
+    )
+    capture.concatenate(program)
+    capture.fold(program)
+    return program
