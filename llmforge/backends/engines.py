@@ -23,9 +23,8 @@ from llmforge.runtime.device.cuda import CudaDevice
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from llmforge.checkpoint import Encoding
-
     from llmforge.backends.exported_parameters import Exported
+    from llmforge.checkpoint import Encoding
     from llmforge.recipe import EngineSpec
     from llmforge.rewrite.pass_base import Changes
     from llmforge.targets import Target

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Silent
+from llmforge.checkpoint import Checkpoint
 from llmforge.measure import retrieval
 from llmforge.measure.encoder_baseline import CheckpointEncoder
 from llmforge.recipe import RetrievalSpec
@@ -26,7 +27,9 @@ TEXTS = ["the file", "A checkpoint writes all dirty pages to disk, and takes a w
 
 @pytest.fixture(scope="module")
 def runner() -> EncoderRunner:
-    return EncoderRunner(CheckpointEncoder(SAMPLE, CONFIG, threads=1), read_tokenizer(SAMPLE / "tokenizer.json"))
+    return EncoderRunner(
+        CheckpointEncoder(Checkpoint.open(SAMPLE), CONFIG, threads=1), read_tokenizer(SAMPLE / "tokenizer.json")
+    )
 
 
 def test_texts_together_give_what_each_gives_alone(runner: EncoderRunner) -> None:
@@ -39,7 +42,7 @@ def test_texts_together_give_what_each_gives_alone(runner: EncoderRunner) -> Non
 @pytest.mark.parametrize(("pooling", "place"), [("cls", 0), ("last", -1)])
 def test_one_token_is_pooled(runner: EncoderRunner, pooling: str, place: int) -> None:
     config = EncoderConfig("embedder", pooling, False, 128, 256, token_types=True)
-    encoder = CheckpointEncoder(SAMPLE, config, threads=1)
+    encoder = CheckpointEncoder(Checkpoint.open(SAMPLE), config, threads=1)
     inputs = runner.texts(TEXTS)
     made = encoder.encode([each.ids for each in inputs])
     states = [encoder._model(input_ids=_row(each.ids)).last_hidden_state[0, place] for each in inputs]
@@ -64,9 +67,9 @@ def test_it_finds_passages_by_queries_that_it_was_not_trained_on(runner: Encoder
 
 def test_what_is_missing_or_unknown_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="pooling 'max'; known: cls, mean, last"):
-        CheckpointEncoder(SAMPLE, EncoderConfig("embedder", "max", True, 128, 256), threads=1)
+        CheckpointEncoder(Checkpoint.open(SAMPLE), EncoderConfig("embedder", "max", True, 128, 256), threads=1)
     with pytest.raises(CheckpointError, match=r"weights are missing: .*classifier"):
-        CheckpointEncoder(SAMPLE, EncoderConfig("reranker", "cls", False, 128, 256), threads=1)
+        CheckpointEncoder(Checkpoint.open(SAMPLE), EncoderConfig("reranker", "cls", False, 128, 256), threads=1)
     copy = tmp_path / "copy"
     shutil.copytree(SAMPLE, copy)
     tensors = load_file(copy / "model.safetensors")
@@ -74,7 +77,7 @@ def test_what_is_missing_or_unknown_is_refused(tmp_path: Path) -> None:
     del tensors[name]
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"weights are missing: encoder\.layer\.1"):
-        CheckpointEncoder(copy, CONFIG, threads=1)
+        CheckpointEncoder(Checkpoint.open(copy), CONFIG, threads=1)
 
 
 def test_the_sample_is_a_folder_of_sentence_transformers() -> None:

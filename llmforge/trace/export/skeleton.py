@@ -87,7 +87,7 @@ def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedMode
         CheckpointError: transformers misses weights.
     """
     encoding = checkpoint.encoding
-    if checkpoint.layout is not None or checkpoint.merge is not None or encoding is not None and encoding.dense:
+    if checkpoint.layout is not None or checkpoint.merge is not None or (encoding is not None and encoding.dense):
         # no file holds its numbers, or not one that transformers reads
         dense = on_meta(checkpoint.config, attention, encoding)
         sources = weights.plan(dense, checkpoint)
