@@ -132,9 +132,13 @@ def _pooling(file: Path) -> Literal["cls", "mean", "last"]:
         chosen = [mode for name, mode in _POOLINGS.items() if settings.get(name)]
         chosen += [name for name in _OTHER_POOLINGS if settings.get(name)]
     if len(chosen) != 1 or chosen[0] not in _POOLINGS.values():
-        raise UnsupportedError(f"{file}: pools by {cut(', '.join(chosen)) or 'nothing'}; compiled are cls, mean, lasttoken")
+        raise UnsupportedError(
+            f"{file}: pools by {cut(', '.join(chosen)) or 'nothing'}; compiled are cls, mean, lasttoken"
+        )
     if settings.get("include_prompt", True) is not True:
-        raise UnsupportedError(f"{file}: include_prompt is {shown(settings['include_prompt'])}; prompts are pooled, too")
+        raise UnsupportedError(
+            f"{file}: include_prompt is {shown(settings['include_prompt'])}; prompts are pooled, too"
+        )
     return chosen[0]  # type: ignore[return-value]  # compared above
 
 

@@ -72,9 +72,7 @@ class EncoderExpansion(GraphBuilder):
         column = self._constant("axis_1", [1])
         first, end = (self._first("Unsqueeze", [x, column]) for x in (self._starts(starts), self._ends(starts)))
         places = self._places()
-        return self._first(
-            "And", [self._first("GreaterOrEqual", [places, first]), self._first("Less", [places, end])]
-        )
+        return self._first("And", [self._first("GreaterOrEqual", [places, first]), self._first("Less", [places, end])])
 
     @shared
     def _means(self, starts: ir.Value, dtype: ir.DataType) -> ir.Value:

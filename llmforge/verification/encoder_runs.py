@@ -29,7 +29,9 @@ class EncoderRun:
     types: tuple[NDArray[np.int64], ...]
 
 
-def make_runs(vocabulary: int, most: int, borders: Sequence[int], seed: int, without: Sequence[int]) -> list[EncoderRun]:
+def make_runs(
+    vocabulary: int, most: int, borders: Sequence[int], seed: int, without: Sequence[int]
+) -> list[EncoderRun]:
     """Draw sequences: many short ones of unequal lengths, at every border ± 1, and one of `most` tokens beside one.
 
     No id of `without` is drawn: what stands for padding is none in a text.
@@ -51,7 +53,9 @@ def make_runs(vocabulary: int, most: int, borders: Sequence[int], seed: int, wit
 def open_graph(model: ir.Model, encoding: Encoding, threads: int, weights: probe.InitializerArrays) -> OnnxEncoder:
     """Load `model`, which stays as it is, for checks: it runs as written, sequences side by side."""
     limit = interface_limit(model)
-    config = replace(signatures.encoder(model, encoding, limit), max_tokens=limit)  # also what texts are cut to is proven
+    config = replace(
+        signatures.encoder(model, encoding, limit), max_tokens=limit
+    )  # also what texts are cut to is proven
     written = probe.executable(model)
     arrays = {name: weights.array(tensor) for name, tensor in probe.strip(written).items()}
     serialized = ir.serde.serialize_model(written).SerializeToString()

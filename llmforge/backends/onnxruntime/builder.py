@@ -98,8 +98,8 @@ def expand(model: ir.Model) -> tuple[ir.Model, list[Rewritten]]:
     own = [node for node in model.graph.all_nodes() if node.domain == CANONICAL]
     rewritten = [Rewritten(str(node.name), _becomes(node)) for node in own]
     lowered = model.clone()
-    for layer in canonical.EncoderAttention.all(lowered) if native.library() is not None else []:
-        cpu_attention.lower_encoder(layer)
+    for attention in canonical.EncoderAttention.all(lowered) if native.library() is not None else []:
+        cpu_attention.lower_encoder(attention)
     recurrence = Recurrence(lowered)
     for layer in canonical.LinearAttention.all(lowered):
         recurrence.call_kernel(layer)

@@ -218,7 +218,9 @@ class EncoderAttention(Operator, domain=CANONICAL):
         self.require(self.sequence_starts.name == interface.SEQUENCE_STARTS, "sequences begin where the graph says")
         q, k, v = _dim(self.q, 2), _dim(self.k, 2), _dim(self.v, 2)
         for name, width, count in (("q", q, heads), ("k", k, kv_heads), ("v", v, kv_heads)):
-            self.require(width is None or width % count == 0, f"{name} is {width} wide, which {count} heads cannot share")
+            self.require(
+                width is None or width % count == 0, f"{name} is {width} wide, which {count} heads cannot share"
+            )
         if q is not None and k is not None:
             self.require(q // heads == k // kv_heads, f"queries have {q // heads} channels, keys {k // kv_heads}")
 

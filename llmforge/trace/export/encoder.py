@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from llmforge.ir import graph as g
 from llmforge.ir import interface
 from llmforge.ir.operators import canonical, standard
 from llmforge.trace.canonicalize import simplification, token_axes, tokenwise
+from llmforge.trace.canonicalize.rewriting import insert
 from llmforge.trace.export import capture, pattern, skeleton, weights
 from llmforge.trace.export.pattern import Irregular
 from llmforge.trace.hooks import experts, internals, rotary
@@ -72,16 +74,28 @@ class TracedEncoder(nn.Module):
         self, input_ids: Tensor, position_ids: Tensor, sequence_starts: Tensor, token_type_ids: Tensor | None = None
     ) -> Tensor:
         """Trace one run: [1, T] tokens → embeddings [sequences, dimensions], or scores [sequences, labels]."""
-        self._attention.begin(sequence_starts)
+        return self.run(input_ids, position_ids, sequence_starts, token_type_ids, learns=False)
+
+    def run(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        sequence_starts: Tensor,
+        token_type_ids: Tensor | None = None,
+        *,
+        learns: bool,
+    ) -> Tensor:
+        """Run the model once; `learns`: only to see what it calls, before a trace."""
+        self._attention.begin(sequence_starts, learns=learns)
         self.rotary.step.position_ids = position_ids
         self.rotary.step.text_lengths = sequence_starts.long()  # nothing of an encoder reads it
         base = self._hold[0]
-        given = {"input_ids": input_ids, "position_ids": position_ids, "token_type_ids": token_type_ids}
+        given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
+        given |= {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         taken = inspect.signature(base.forward).parameters
-        given = {name: value for name, value in given.items() if name in taken and value is not None}
-        if "use_cache" in taken:
-            given["use_cache"] = False
         with self._attention.uniform, _positions(base, position_ids):
+            given["attention_mask"] = torch.ones_like(input_ids)  # else positions are looked at for several sequences
+            given = {name: value for name, value in given.items() if name in taken}
             hidden = base(**given).last_hidden_state
         if not self._attention.attentions:
             raise UnsupportedError("no layer calls attention through transformers' interface")
@@ -92,6 +106,8 @@ class TracedEncoder(nn.Module):
     def _pool(self, hidden: Tensor, starts: Tensor, mode: str) -> Tensor:
         """[1, T, H] → [sequences, H]."""
         shape = (starts.shape[0] - 1, hidden.shape[2])
+        if self._attention.learns:
+            return hidden.new_zeros(shape)
         [pooled] = emit(
             canonical.PoolSequences, {"x": hidden, "sequence_starts": starts}, {"mode": mode}, [(hidden.dtype, shape)]
         )
@@ -110,7 +126,8 @@ class TracedEncoder(nn.Module):
         """Let the model's own head read one token of each sequence, [sequences, 1, H]."""
         if isinstance(self.model, GenericForSequenceClassification):
             model: Any = self.model
-            return model.score(self._pool(hidden, starts, "last"))  # type: ignore[no-any-return]
+            last: Tensor = model.score(self._pool(hidden, starts, "last"))
+            return last
         if getattr(self.model.config, "classifier_pooling", "cls") != "cls":
             raise UnsupportedError(
                 f"its head reads the {self.model.config.classifier_pooling} of all tokens",
@@ -120,14 +137,14 @@ class TracedEncoder(nn.Module):
         pooler: Any = getattr(base, "pooler", None)
         pooled = None if pooler is None else pooler(picked)
         own = base.forward
-        base.forward = lambda *args, **kwargs: BaseModelOutputWithPooling(  # type: ignore[method-assign]
+        base.forward = lambda *args, **kwargs: BaseModelOutputWithPooling(
             last_hidden_state=picked, pooler_output=pooled
         )
         try:
             ids = torch.zeros(picked.shape[:2], dtype=torch.int64)
             scores: Tensor = self.model(input_ids=ids).logits
         finally:
-            base.forward = own  # type: ignore[method-assign]
+            base.forward = own
         return scores
 
 
@@ -196,7 +213,7 @@ def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
         attention.registered(),
         internals.registered_experts(experts.NAME, experts.ExpertsHook()),
     ):
-        model, _ = skeleton.build(checkpoint.config, attention.NAME, encoding)
+        model, mode = skeleton.build(checkpoint.config, attention.NAME, encoding)
         sources = weights.plan(model, checkpoint)
         weights.untie(model, sources)
         with (
@@ -204,10 +221,14 @@ def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
             torch.no_grad(),
             capture.prepared(model, attention, functools.partial(TracedEncoder, encoding=encoding)) as traced,
         ):
+            with mode:
+                traced.run(*_inputs(traced), learns=True)
             graph = capture.translate(_export(traced), traced.inputs, [_output(encoding)])
     simplification.canonicalize(graph)
     for product in standard.Gemm.all(graph):
         token_axes.multiply(product)
+    for rotary_embedding in standard.RotaryEmbedding.all(graph):
+        _turn_alone(graph, rotary_embedding)
     g.drop_unused(graph)
     simplification.name_nodes(graph)
     tokenwise.check(graph)
@@ -218,18 +239,44 @@ def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
     return graph
 
 
+def _turn_alone(graph: ir.Model, layer: standard.RotaryEmbedding) -> None:
+    """Let a RotaryEmbedding read each token as a row: ONNX Runtime refuses rows longer than its tables (1.31)."""
+    node, width, dtype = layer.node, g.width(layer.x), layer.x.dtype
+
+    def reshape(x: ir.Value, shape: list[int], dims: tuple[int | str, ...], kind: ir.DataType | None) -> ir.Value:
+        name = f"shape_{'_'.join(map(str, shape))}".replace("-1", "all")
+        target = g.initializer(graph, name, np.array(shape, np.int64))
+        return insert(node, standard.Reshape, {"x": x, "shape": target}, dims=dims, dtype=kind)
+
+    tokens = "sequence"
+    x = reshape(layer.x, [-1, 1, width], (tokens, 1, width), dtype)
+    ids = reshape(layer.position_ids, [-1, 1], (tokens, 1), layer.position_ids.dtype)
+    inputs = {"x": x, "cos": layer.cos, "sin": layer.sin, "position_ids": ids}
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    turned = insert(node, standard.RotaryEmbedding, inputs, attributes, dims=(tokens, 1, width), dtype=dtype)
+    g.replace_uses(layer.output, reshape(turned, [1, -1, width], (1, tokens, width), dtype))
+
+
 def _output(encoding: Encoding) -> str:
     return interface.EMBEDDINGS if encoding.kind == "embedder" else interface.LOGITS
+
+
+def _inputs(traced: TracedEncoder) -> tuple[Tensor, ...]:
+    """Make example inputs of `TracedEncoder`."""
+    ids, places, types = (torch.zeros(1, TOKENS, dtype=torch.int64) for _ in range(3))  # one twice would be one input
+    return (ids, places, torch.zeros(SEQUENCES + 1, dtype=torch.int32), *([types] * traced.typed))
 
 
 def _export(traced: TracedEncoder) -> torch.export.ExportedProgram:
     """Export `traced` with any number of tokens and sequences."""
     tokens, starts = torch.export.Dim("sequence"), torch.export.Dim("starts", min=3)
-    ids, places, types = (torch.zeros(1, TOKENS, dtype=torch.int64) for _ in range(3))  # one twice would be one input
-    inputs = [ids, places, torch.zeros(SEQUENCES + 1, dtype=torch.int32), *([types] * traced.typed)]
     dims = [{1: tokens}, {1: tokens}, {0: starts}, *([{1: tokens}] * traced.typed)]
     program = torch.export.export(
-        traced, tuple(inputs), dynamic_shapes=tuple(dims), strict=False, prefer_deferred_runtime_asserts_over_guards=True
+        traced,
+        _inputs(traced),
+        dynamic_shapes=tuple(dims),
+        strict=False,
+        prefer_deferred_runtime_asserts_over_guards=True,
     )
     capture.concatenate(program)
     capture.fold(program)

@@ -57,9 +57,7 @@ def build(
     return model, mode
 
 
-def on_meta(
-    config: PretrainedConfig, attention: str | None, encoding: Encoding | None = None
-) -> PreTrainedModel:
+def on_meta(config: PretrainedConfig, attention: str | None, encoding: Encoding | None = None) -> PreTrainedModel:
     """Build the model of `config` in fp32, its parameters on the meta device; buffers hold numbers.
 
     It is the causal language model, or what gives what `encoding` says, with its Dense layers.
@@ -129,7 +127,7 @@ def _shape_to(model: PreTrainedModel, encoding: Encoding | None) -> None:
     if encoding is None or encoding.kind != "embedder":
         return
     if isinstance(getattr(model, "pooler", None), nn.Module):  # of the first token, for a head that is not there
-        model.pooler = None
+        model._modules["pooler"] = None
     for layer in encoding.dense:
         linear = nn.Linear(layer.inputs, layer.outputs, bias=layer.bias)
         model.add_module(layer.folder, nn.ModuleDict({"linear": linear}))

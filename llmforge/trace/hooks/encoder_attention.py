@@ -15,7 +15,7 @@ from llmforge.trace.hooks import internals, masks
 from llmforge.trace.hooks.attention import INERT, AttentionHook, rows
 from llmforge.trace.hooks.symbolic import emit
 
-_KNOWN = INERT | {"dropout", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_KNOWN = INERT | {"deterministic", "dropout", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,11 @@ class EncoderAttentionHook(AttentionHook):
 
     NAME = "llmforge-encoder"
     sequence_starts: Tensor  # int32 [sequences + 1], of the run under way
+    learns: bool  # whether that run only learns what the model calls, and makes no nodes
 
-    def begin(self, sequence_starts: Tensor) -> None:
+    def begin(self, sequence_starts: Tensor, *, learns: bool) -> None:
         """Begin one run of the model, over sequences that begin at these tokens."""
-        self.sequence_starts = sequence_starts
+        self.sequence_starts, self.learns = sequence_starts, learns
         self.attentions = 0  # that have run
 
     def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> Any:
@@ -73,9 +74,11 @@ class EncoderAttentionHook(AttentionHook):
             "right": seen.right,
         }
         inputs = {"q": rows(query), "k": rows(key), "v": rows(value), "sequence_starts": self.sequence_starts}
+        self.attentions += 1
+        if self.learns:
+            return query.new_zeros(batch, tokens, num_heads, value_dim), None
         made = (query.dtype, (batch, tokens, num_heads * value_dim))
         [y] = emit(canonical.EncoderAttention, inputs, attributes, [made])
-        self.attentions += 1
         return y.view(batch, tokens, num_heads, value_dim), None
 
 
