@@ -54,3 +54,24 @@ def test_an_embedder_is_built_measured_loaded_and_served(tmp_path: Path) -> None
         data = client.post("/v1/embeddings", json={"input": TEXTS, "encoding_format": "base64"}).json()["data"]
     rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in data]
     np.testing.assert_allclose(np.stack(rows), made, atol=1e-6)
+
+
+def test_a_reranker_is_built_measured_loaded_and_served(tmp_path: Path) -> None:
+    text = RECIPE.replace("docs-embedder", "docs-reranker").partition("gates:")[0]
+    gates = "gates:\n  retrieval.spearman: {min: 0.99}\n  retrieval.ndcg_10: {drop_max: 0.005}\n"
+    (tmp_path / "recipe.yaml").write_text(text + gates)
+    built = llmforge.build(tmp_path / "recipe.yaml", out=tmp_path / "artifacts")
+    model = llmforge.load(built.path)
+    retrieval = records.read(model.artifact).retrieval
+    assert retrieval is not None
+    assert retrieval.kind == "reranker"
+    assert retrieval.metrics["retrieval.kendall"].artifact.value > 0.99
+    assert retrieval.metrics["retrieval.ndcg_10"].artifact.value > 0.5  # of ten candidates by BM25; at random .45
+    query = "how to force a checkpoint by hand"
+    documents = ["The list is a compound data type.", "You can force a checkpoint by the command CHECKPOINT."]
+    scores = model.score(query, documents)
+    assert scores[1] > scores[0]
+    with EncoderEngine(model.encoder) as engine, TestClient(serve.create_encoder_app(engine, "docs")) as client:
+        made = client.post("/v1/rerank", json={"query": query, "documents": documents}).json()["results"]
+    assert [each["index"] for each in made] == [1, 0]
+    np.testing.assert_allclose([each["relevance_score"] for each in made], scores[::-1], atol=1e-6)
