@@ -37,8 +37,12 @@ INPUTS: Mapping[str, tuple[Dtypes, int]] = {
     interface.ATTENTION_MASK: (I64, 2),
     interface.ADAPTER_IDS: (I64, 1),
     interface.LOGITS_ROWS: (I64, 1),
-    interface.SEQUENCE_STARTS: (I32, 1),
+}
+ENCODER_INPUTS: Mapping[str, tuple[Dtypes, int]] = {
+    interface.INPUT_IDS: (I64, 2),
+    interface.POSITION_IDS: (I64, 2),
     interface.TOKEN_TYPE_IDS: (I64, 2),
+    interface.SEQUENCE_STARTS: (I32, 1),
 }
 RANKS = {"key": 4, "value": 4, "latent": 4, "conv": 3, "recurrent": 4}  # of the parts of a cache
 
@@ -158,12 +162,13 @@ def _check_interface(model: ir.Model) -> None:
 
 def _check_encoder(inputs: Mapping[str, ir.Value], outputs: Mapping[str, ir.Value]) -> None:
     """Check inputs and outputs of a graph that reads whole sequences."""
-    known = (interface.INPUT_IDS, interface.POSITION_IDS, interface.TOKEN_TYPE_IDS, interface.SEQUENCE_STARTS)
     _require(interface.INPUT_IDS in inputs, f"graph input {interface.INPUT_IDS!r}", "is missing")
     for name, value in inputs.items():
         where = f"graph input {name!r}"
-        _require(name in known, where, f"is unknown; known are {listed(known)}: an encoder has no cache")
-        dtypes, rank = INPUTS[name]
+        _require(
+            name in ENCODER_INPUTS, where, f"is unknown; an encoder's are {listed(ENCODER_INPUTS)}: it has no cache"
+        )
+        dtypes, rank = ENCODER_INPUTS[name]
         _check_value(value, where, dtypes, frozenset({rank}), typed=True)
     one = len(outputs) == 1 and not outputs.keys() - {interface.EMBEDDINGS, interface.LOGITS}
     _require(one, "graph outputs", f"are {listed(outputs)}; an encoder has one, embeddings or logits")

@@ -28,6 +28,7 @@ def trace_model(state: CompileState) -> None:
     The weights of the checkpoint have been read at the end.
     """
     checkpoint, progress = state.checkpoint, state.clock
+    _check_encoder(state)
     model = state.reuse.trace(checkpoint, progress)
     state.digests.graph(lock.TRACE, model)
     progress.stage("Check passes")
@@ -50,6 +51,28 @@ def trace_model(state: CompileState) -> None:
     threads = state.recipe.engine.threads or physical_cores()
     prove = partial(_prove, checkpoint, traced, threads, state.reuse.frontend)
     state.trace_proof = state.reuse.trace_proof(checkpoint, traced, threads, progress, state.overlap.proofs, prove)
+
+
+def _check_encoder(state: CompileState) -> None:
+    """Return if the recipe asks nothing of an encoder that language models alone have.
+
+    Raises:
+        UnsupportedError: passes, engines and measurements of tokens are not for what embeds or scores.
+    """
+    recipe, encoding = state.recipe, state.checkpoint.encoding
+    if encoding is None:
+        return
+    spec = recipe.validation
+    asked = [name for name in ("quality", "latency", "tasks", "behaviour") if getattr(spec, name) is not None]
+    what = [f"validation.{name}" for name in asked] + [f"pass {step.name}" for step in state.steps]
+    if recipe.engine.backend != "onnxruntime" or recipe.engine.tensor_parallel > 1 or state.target.kind != "cpu":
+        what.append(f"engine {recipe.engine.backend} on {state.target.name}")
+    if what:
+        raise UnsupportedError(
+            f"{state.checkpoint.name} is {'an embedder' if encoding.kind == 'embedder' else 'a reranker'}, of which "
+            f"llmforge does not support: {', '.join(what)}",
+            hint="an encoder is built for ONNX Runtime on one CPU, without passes; `validation.retrieval` measures it",
+        )
 
 
 def _prove(checkpoint: Checkpoint, traced: ir.Model, threads: int, frontend: Frontend | None) -> str:

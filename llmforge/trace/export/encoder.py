@@ -17,8 +17,6 @@ import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint, Encoding
@@ -96,12 +94,12 @@ class TracedEncoder(nn.Module):
         with self._attention.uniform, _positions(base, position_ids):
             given["attention_mask"] = torch.ones_like(input_ids)  # else positions are looked at for several sequences
             given = {name: value for name, value in given.items() if name in taken}
-            hidden = base(**given).last_hidden_state
+            output = base(**given)
         if not self._attention.attentions:
             raise UnsupportedError("no layer calls attention through transformers' interface")
         if self._encoding.kind == "embedder":
-            return self._embed(hidden, sequence_starts)
-        return self._score(base, hidden, sequence_starts)
+            return self._embed(output.last_hidden_state, sequence_starts)
+        return self._score(base, output, sequence_starts)
 
     def _pool(self, hidden: Tensor, starts: Tensor, mode: str) -> Tensor:
         """[1, T, H] → [sequences, H]."""
@@ -122,30 +120,29 @@ class TracedEncoder(nn.Module):
             x = x / (x * x).sum(-1, keepdim=True).sqrt().clamp_min(SMALLEST_NORM)
         return x
 
-    def _score(self, base: nn.Module, hidden: Tensor, starts: Tensor) -> Tensor:
-        """Let the model's own head read one token of each sequence, [sequences, 1, H]."""
-        if isinstance(self.model, GenericForSequenceClassification):
-            model: Any = self.model
-            last: Tensor = model.score(self._pool(hidden, starts, "last"))
+    def _score(self, base: nn.Module, output: Any, starts: Tensor) -> Tensor:
+        """Let the model's own head read one token of each sequence, [sequences, 1, H], of what `base` gave."""
+        head = getattr(self.model, "score", None)
+        if isinstance(head, nn.Linear):  # of decoders, which read a sequence with its last token
+            last: Tensor = head(self._pool(output.last_hidden_state, starts, "last"))
             return last
-        if getattr(self.model.config, "classifier_pooling", "cls") != "cls":
+        if (pooling := getattr(self.model.config, "classifier_pooling", "cls")) != "cls":
             raise UnsupportedError(
-                f"its head reads the {self.model.config.classifier_pooling} of all tokens",
+                f"its head reads a sequence by classifier_pooling {pooling!r}",
                 hint="needed: a head behind llmforge::PoolSequences (docs/new-architecture.md)",
             )
-        picked = self._pool(hidden, starts, "cls").unsqueeze(1)
-        pooler: Any = getattr(base, "pooler", None)
-        pooled = None if pooler is None else pooler(picked)
+        picked = self._pool(output.last_hidden_state, starts, "cls").unsqueeze(1)
+        given = {"last_hidden_state": picked}
+        if isinstance(pooler := getattr(base, "pooler", None), nn.Module):
+            given["pooler_output"] = pooler(picked)
         own = base.forward
-        base.forward = lambda *args, **kwargs: BaseModelOutputWithPooling(
-            last_hidden_state=picked, pooler_output=pooled
-        )
+        base.forward = lambda *args, **kwargs: type(output)(**given)
         try:
             ids = torch.zeros(picked.shape[:2], dtype=torch.int64)
-            scores: Tensor = self.model(input_ids=ids).logits
+            scored: Tensor = self.model(input_ids=ids).logits
         finally:
             base.forward = own
-        return scores
+        return scored
 
 
 class _positions:  # noqa: N801  used as a function

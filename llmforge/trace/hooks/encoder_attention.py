@@ -15,7 +15,15 @@ from llmforge.trace.hooks import internals, masks
 from llmforge.trace.hooks.attention import INERT, AttentionHook, rows
 from llmforge.trace.hooks.symbolic import emit
 
-_KNOWN = INERT | {"deterministic", "dropout", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
+_KNOWN = INERT | {
+    "deterministic",
+    "dropout",
+    "sliding_window",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,76 @@
+"""What transformers gives for sequences: what a traced encoder has to compute.
+
+Pooling, Dense layers and normalization are computed here anew, by their definition.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from llmforge.checkpoint import Checkpoint, Encoding
+from llmforge.trace.export import reference, skeleton
+from llmforge.trace.export.encoder import ACTIVATIONS
+from llmforge.trace.hooks import internals
+
+
+class EncoderReference:
+    """The whole model of a checkpoint in transformers, eager and in fp32.
+
+    Raises:
+        UnsupportedError: transformers cannot load it.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, encoding: Encoding) -> None:
+        with internals.third_party("loading the model"):
+            self._model = skeleton.load(checkpoint, reference.EAGER)
+        self._encoding = encoding
+        self.padding: int | None = getattr(checkpoint.config.get_text_config(), "pad_token_id", None)
+
+    def run(
+        self, sequences: Sequence[NDArray[np.int64]], types: Sequence[NDArray[np.int64]] | None
+    ) -> NDArray[np.float32]:
+        """Run a batch, padded on the right: embeddings [sequences, dimensions], or logits [sequences, labels].
+
+        `types` say of each token which of two texts it is of; None: the model does not read it.
+
+        Raises:
+            UnsupportedError: transformers cannot run the model.
+        """
+        longest = max(map(len, sequences))
+        ids, kinds, mask = (np.full((len(sequences), longest), fill, np.int64) for fill in (self.padding or 0, 0, 0))
+        for row, own in enumerate(sequences):
+            ids[row, : len(own)], mask[row, : len(own)] = own, 1
+            if types is not None:
+                kinds[row, : len(own)] = types[row]
+        given: dict[str, Any] = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        if types is not None:
+            given["token_type_ids"] = torch.from_numpy(kinds)
+        if "use_cache" in inspect.signature(self._model.forward).parameters:
+            given["use_cache"] = False
+        with internals.third_party("running the model"), torch.inference_mode():
+            output = self._model(**given)
+            if self._encoding.kind == "reranker":
+                return np.asarray(output.logits, np.float32)
+            hidden = output.last_hidden_state
+            return np.stack([self._embed(hidden[row, : len(own)]) for row, own in enumerate(sequences)])
+
+    def _embed(self, hidden: torch.Tensor) -> NDArray[np.float32]:
+        """Pool the hidden states [length, H] of a sequence, and compute what stands behind that."""
+        match self._encoding.pooling:
+            case "mean":
+                x = hidden.double().mean(0).float()
+            case "cls":
+                x = hidden[0]
+            case "last":
+                x = hidden[-1]
+        for layer in self._encoding.dense:
+            module: Any = self._model.get_submodule(layer.folder)
+            x = ACTIVATIONS[layer.activation](module["linear"](x))
+        normalized = torch.nn.functional.normalize(x, dim=-1) if self._encoding.normalize else x
+        return np.asarray(normalized, np.float32)
