@@ -202,8 +202,8 @@ def describe_embedder(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder of the two models' folders")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--reranker-steps", type=int, default=700)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--reranker-steps", type=int, default=400)
     given = parser.parse_args()
     torch.set_num_threads(1)  # matrices are small; and the result does not depend on the machine's cores
     torch.manual_seed(0)

@@ -186,7 +186,10 @@ def load(
     """
     from llmforge import serving
     from llmforge.gates import confirmed
+    from llmforge.serving import encoder_runner
 
     opened = confirmed.open_artifact(resolve(str(artifact), folders.artifacts(out)))
     admission.admit(opened.path, allow=allow, how_to_allow='allow="fail"')
+    if encoder_runner.encodes(opened.path):
+        return Model(opened, encoder_runner.load_encoder(opened.path, threads))
     return Model(opened, serving.load(opened.path, threads, device))

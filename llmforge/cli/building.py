@@ -59,6 +59,8 @@ def _resumable(*, kept: bool) -> Iterator[None]:
 
 def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     """Say what one does with an artifact whose gates passed."""
+    from llmforge.runtime import config as runtime_config
+
     name = output.called(artifact)
     if engine.pending:
         yield f"next, on the target: llmforge build --finish {name} RECIPE"
@@ -66,6 +68,10 @@ def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     foreign = backends.export_format(engine.backend)
     if foreign is not None:
         yield f"next: {foreign.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
+    elif runtime_config.RuntimeConfig.read(artifact / "engine" / runtime_config.FILE).encoder is not None:
+        yield f"next: llmforge serve {name}"
+        yield f"      llmforge gate {name}"
+        return
     else:
         chats = (artifact / "tokenizer" / TEMPLATE_FILE).exists()
         yield f"next: llmforge run {name} " + ("--chat" if chats else '"PROMPT"')

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from llmforge.artifact import Artifact
     from llmforge.metrics.latency import Footprint
     from llmforge.serving import EngineProcess
+    from llmforge.serving.encoder_engine import EncoderEngine
     from llmforge.serving.http import AccessRecord
 
 
@@ -63,6 +65,16 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+# Options of `serve` that say nothing of what embeds or scores.
+_OF_LANGUAGE_MODELS = (
+    "chat_template",
+    "tool_prompt",
+    "prefix_cache_bytes",
+    "speculation",
+    "prefix_file",
+    "prefix_store",
+)
+_OPEN_TO_ALL = "note: everybody who reaches this address may use it; --api-key-file asks for keys"
 _SERVE = """\b
 Example:
   llmforge serve artifacts/NAME/VERSION --port 8000
@@ -126,8 +138,9 @@ def serve(artifact: Path, **given: Any) -> None:
     process.share_heaps()
     from llmforge.artifact import Artifact
     from llmforge.cli import console
-    from llmforge.serving import EngineOptions, EngineProcess
+    from llmforge.serving import EngineOptions, EngineProcess, encoder_runner
     from llmforge.serving import http as server
+    from llmforge.serving.encoder_engine import EncoderEngine, EncoderOptions
     from llmforge.serving.http.telemetry import wanted
     from llmforge.serving.protocol.tool_prompt import chosen
 
@@ -141,6 +154,18 @@ def serve(artifact: Path, **given: Any) -> None:
     opened = Artifact.open(artifact)
     admit(opened, options.allow, options.rehash, require_signature=options.require_signature, key=options.key)
     model = options.name or opened.manifest.name
+    log = _log if options.access_log else None
+    warned = not policy.keys and not server.is_loopback(address.host)
+    if encoder_runner.encodes(opened.path):
+        refuse_given("an embedder or a reranker", *_OF_LANGUAGE_MODELS)
+        encoding = EncoderEngine(
+            encoder_runner.load_encoder(opened.path, options.threads), record(EncoderOptions, given)
+        )
+        serves = f"{model} ({opened.manifest.version})"
+        server.run(
+            encoding, model, address, partial(_announce_encoder, serves, encoding, warned), policy, log, telemetry
+        )
+        return
     template = chosen(opened.path / "tokenizer", options.chat_template, tool_prompt=options.tool_prompt)
     if options.prefix_file is None:
         require_given("--prefixes", "prefix_store")
@@ -162,10 +187,9 @@ def serve(artifact: Path, **given: Any) -> None:
 
     def announce(url: str) -> None:
         _announce(f"{model} ({opened.manifest.version})", url, engine)
-        if not policy.keys and not server.is_loopback(address.host):
-            console.say("note: everybody who reaches this address may use it; --api-key-file asks for keys")
+        if warned:
+            console.say(_OPEN_TO_ALL)
 
-    log = _log if options.access_log else None
     server.run(engine, model, address, announce, policy, log, telemetry, recorder)
 
 
@@ -195,6 +219,19 @@ class _ServeOptions:
     rehash: bool
     require_signature: bool
     key: Path | None
+
+
+def _announce_encoder(model: str, engine: EncoderEngine, warned: bool, url: str) -> None:
+    from llmforge import __version__
+    from llmforge.cli import console
+
+    config = engine.runner.config
+    console.say(
+        f"llmforge {__version__} serves the {config.kind} {model} at {url}/v1: {engine.options.max_queue} requests "
+        f"queued, texts of {config.max_tokens} tokens. Press Ctrl-C to stop."
+    )
+    if warned:
+        console.say(_OPEN_TO_ALL)
 
 
 def _announce(model: str, url: str, engine: EngineProcess) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+import llmforge
 from llmforge.backends import BACKENDS, engines, of_provider
 from llmforge.backends.engines import BuiltEngine
 from llmforge.base import spans
@@ -24,9 +25,10 @@ from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import export_proxy, reference
 from llmforge.gates import decision, records, verdict
 from llmforge.ir import onnx_file
-from llmforge.measure import behaviour, footprint, machine, runtimes, streamed_baseline, tasks
+from llmforge.measure import behaviour, footprint, machine, retrieval, runtimes, streamed_baseline, tasks
 from llmforge.measure.answers import Generate
 from llmforge.measure.baseline import Baseline, baseline_on, open_baseline, why_not_whole
+from llmforge.measure.encoder_baseline import CheckpointEncoder
 from llmforge.measure.footprint import BytesRead
 from llmforge.measure.latency import TimedModel, engine_description
 from llmforge.measure.quality import Logits
@@ -47,6 +49,7 @@ from llmforge.metrics.tasks import TaskResult
 from llmforge.recipe import BehaviourSpec, GateSpec, LatencySpec, QualitySpec, Recipe, ValidationSpec
 from llmforge.serving import Runner
 from llmforge.serving import load as load_runner
+from llmforge.serving.encoder_runner import load_encoder
 from llmforge.targets import Target
 
 PENDING = "the engine is not built yet"
@@ -231,12 +234,33 @@ def measure(asked: Measurement, progress: Progress) -> Evidence:
     why_not = asked.why_not
     if why_not is not None or asked.spec.is_empty:
         return Evidence(None, None, None, why_not)
+    if asked.checkpoint.encoding is not None:
+        return _of_encoder(asked, progress)
     notes: list[str] = []
+    if asked.spec.retrieval is not None:
+        notes.append("retrieval: not measured, for the checkpoint predicts tokens")
     progress.stage("Load engine and baseline")
     held_against = None if asked.spec.quality is None else _reference(asked, asked.spec.quality, progress, notes)
     began = time.perf_counter()
     runner = load_runner(asked.proxy or asked.artifact, threads=asked.threads)
     return _Measuring(asked, progress, notes, runner, time.perf_counter() - began).evidence(held_against)
+
+
+def _of_encoder(asked: Measurement, progress: Progress) -> Evidence:
+    """Measure what an embedder finds, or how a reranker orders; nothing else is measured of them."""
+    spec = asked.spec
+    others = {"quality": spec.quality, "latency": spec.latency, "tasks": spec.tasks, "behaviour": spec.behaviour}
+    notes = tuple(
+        f"{name}: not measured, for the checkpoint predicts no tokens" for name, each in others.items() if each
+    )
+    if spec.retrieval is None:
+        return Evidence(None, None, None, None, notes)
+    progress.stage("Load engine and baseline")
+    runner = load_encoder(asked.artifact, asked.threads)
+    baseline = CheckpointEncoder(asked.checkpoint, runner.config, threads=asked.threads)
+    engine = f"llmforge {llmforge.__version__}, onnxruntime, threads: {asked.threads}"
+    found = retrieval.run(spec.retrieval, runner, baseline, progress, engine=engine, baseline=baseline.description)
+    return Evidence(None, None, baseline.description, None, notes, retrieval=found)
 
 
 @dataclass(frozen=True)

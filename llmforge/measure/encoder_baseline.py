@@ -10,18 +10,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
+from llmforge.checkpoint import Checkpoint, Dense
 from llmforge.runtime.encoder import EncoderConfig
 
 POOLINGS = ("cls", "mean", "last")
+_ACTIVATIONS = {
+    "identity": "Identity",
+    "tanh": "Tanh",
+    "relu": "ReLU",
+    "gelu": "GELU",
+    "silu": "SiLU",
+    "sigmoid": "Sigmoid",
+}
 
 
 class CheckpointEncoder:
-    """A checkpoint in transformers, in fp32 arithmetic on its stored weights, pooled as `config` says.
+    """A checkpoint in transformers, in fp32 arithmetic on its stored weights, pooled as `config` says, and its Dense.
 
     Sequences are padded on the right and masked. Local files only, no remote code, no pickle.
     """
 
-    def __init__(self, folder: Path, config: EncoderConfig, *, threads: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, config: EncoderConfig, *, threads: int) -> None:
         """Load the weights; every later call computes on `threads` threads.
 
         Raises:
@@ -31,6 +40,7 @@ class CheckpointEncoder:
         import torch
         import transformers
 
+        folder = checkpoint.path
         if config.kind == "embedder" and config.pooling not in POOLINGS:
             raise UnsupportedError(f"{folder}: pooling {config.pooling!r}; known: {', '.join(POOLINGS)}")
         self.config, self._threads = config, threads
@@ -47,6 +57,8 @@ class CheckpointEncoder:
         if missing:
             raise CheckpointError(f"{folder}: weights are missing: {', '.join(sorted(missing)[:3])}")
         self._model: Any = loaded.eval()
+        encoding = checkpoint.encoding
+        self._dense = [] if encoding is None else [_layer(folder, each) for each in encoding.dense]
         self.description = (
             f"transformers {transformers.__version__}, torch {torch.__version__}, fp32 arithmetic on the stored "
             f"weights, threads: {threads}"
@@ -86,4 +98,17 @@ class CheckpointEncoder:
         else:
             places = mask.sum(1) - 1 if self.config.pooling == "last" else torch.zeros(len(mask), dtype=torch.int64)
             pooled = states[torch.arange(len(mask)), places]
+        for layer in self._dense:
+            pooled = layer(pooled)
         return torch.nn.functional.normalize(pooled, dim=1) if self.config.normalize else pooled
+
+
+def _layer(folder: Path, dense: Dense) -> Any:
+    """Load a Dense module of sentence-transformers: linear, and its activation, in fp32."""
+    import torch
+    from safetensors.torch import load_file
+
+    linear = torch.nn.Linear(dense.inputs, dense.outputs, dense.bias)
+    stored = load_file(folder / dense.weights)
+    linear.load_state_dict({name.removeprefix("linear."): tensor.float() for name, tensor in stored.items()})
+    return torch.nn.Sequential(linear, getattr(torch.nn, _ACTIVATIONS[dense.activation])()).eval()

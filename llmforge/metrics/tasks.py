@@ -147,13 +147,13 @@ def figures(
         )
     counts = np.ones(len(ours)) if weights is None else np.asarray(weights, np.float64)
     return ScoreFigures(
-        artifact=_over_documents(form, [ours], counts, clusters),
-        baseline=None if theirs is None else _over_documents(form, [theirs], counts, clusters),
-        difference=None if theirs is None else _over_documents(form, [ours, theirs], counts, clusters),
+        artifact=over_documents(form, [ours], counts, clusters),
+        baseline=None if theirs is None else over_documents(form, [theirs], counts, clusters),
+        difference=None if theirs is None else over_documents(form, [ours, theirs], counts, clusters),
     )
 
 
-def _over_documents(form: Form, sides: list[Floats], counts: Floats, clusters: NDArray[np.int64]) -> Estimate:
+def over_documents(form: Form, sides: list[Floats], counts: Floats, clusters: NDArray[np.int64]) -> Estimate:
     """Bound the figure of a side, or the difference of two, over documents."""
     documents = int(clusters.max()) + 1
     sums: Floats = np.stack([np.bincount(clusters, each, documents) for each in (counts, *sides)], 1).astype(np.float64)

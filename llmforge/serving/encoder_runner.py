@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
+from llmforge.backends.loading import open_encoder
 from llmforge.base.errors import UsageError
+from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.runtime.encoder import EncoderConfig, EncoderSession
-from llmforge.serving.prompts import LEAST_PROMPT_BYTES, check_unicode
+from llmforge.serving.prompts import LEAST_PROMPT_BYTES, check_unicode, read_tokenizer
 
 BATCH_TOKENS = 4096  # that one run of a graph reads, padding included
 
@@ -246,6 +249,28 @@ class EncoderRunner:
         if not encoding.ids:
             raise UsageError(f"{what} is empty")
         return EncoderInput(np.array(encoding.ids, np.int64), np.array(encoding.type_ids, np.int64), truncated)
+
+
+def load_encoder(artifact: Path, threads: int | None = None) -> EncoderRunner:
+    """Load an embedder or a reranker; `threads` overrides its own number of threads.
+
+    Raises:
+        InputError: the folder is not an artifact, or its files do not belong together.
+        VersionMismatch: the artifact was built for another version of what runs it.
+        UsageError: it is a language model.
+    """
+    config = RuntimeConfig.read(artifact / "engine" / FILE)
+    tokenizer = read_tokenizer(artifact / "tokenizer" / "tokenizer.json")
+    return EncoderRunner(open_encoder(artifact / "engine", config, threads), tokenizer)
+
+
+def encodes(artifact: Path) -> bool:
+    """Say whether an artifact is an embedder or a reranker.
+
+    Raises:
+        InputError, EnvironmentLacks: as `RuntimeConfig.read`.
+    """
+    return RuntimeConfig.read(artifact / "engine" / FILE).encoder is not None
 
 
 def batches(lengths: Sequence[int], most_tokens: int) -> list[list[int]]:

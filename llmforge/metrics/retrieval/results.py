@@ -135,14 +135,26 @@ def _cosines(ours: NDArray[np.float32], theirs: NDArray[np.float32]) -> tuple[fl
     return tuple(np.round(made, _DIGITS).tolist())
 
 
+def _mean(values: NDArray[np.float64]) -> Estimate:
+    """Bound the mean of values that are no shares, though all may be 1: those have score intervals in `tasks`."""
+    return tasks.over_documents("mean", [values], np.ones(len(values)), np.arange(len(values)))
+
+
+def _alone(estimate: Estimate) -> ScoreFigures:
+    """Give a figure that says how far an artifact is from its checkpoint, which has none itself."""
+    return ScoreFigures(artifact=estimate, baseline=None, difference=None)
+
+
 def _figures(columns: Mapping[str, Column]) -> dict[str, ScoreFigures]:
     made = {}
     for name, column in columns.items():
-        figures = tasks.figures("mean", column.artifact, column.baseline, tuple(range(len(column.artifact))))
+        values = np.asarray(column.artifact, np.float64)
         if name == COSINE:
-            tail = Estimate.quantile(column.artifact, _TAIL, "texts")
-            made[f"{PREFIX}{COSINE}_mean"] = figures
-            made[f"{PREFIX}{TAIL_COSINE}"] = ScoreFigures(artifact=tail, baseline=None, difference=None)
+            made[f"{PREFIX}{COSINE}_mean"] = _alone(_mean(values))
+            made[f"{PREFIX}{TAIL_COSINE}"] = _alone(Estimate.quantile(column.artifact, _TAIL, "texts"))
+        elif column.baseline is None:
+            made[f"{PREFIX}{name}"] = _alone(_mean(values))
         else:
-            made[f"{PREFIX}{name}"] = figures
+            places = tuple(range(len(values)))
+            made[f"{PREFIX}{name}"] = tasks.figures("mean", column.artifact, column.baseline, places)
     return made

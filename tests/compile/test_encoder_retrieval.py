@@ -1,0 +1,77 @@
+"""An embedder from its checkpoint to what clients get: built, measured, loaded, served."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import numpy as np
+import pytest
+from starlette.testclient import TestClient
+
+import llmforge
+from llmforge.base.errors import UsageError
+from llmforge.checkpoint import Checkpoint
+from llmforge.gates import records
+from llmforge.measure.encoder_baseline import CheckpointEncoder
+from llmforge.serving import http as serve
+from llmforge.serving.encoder_engine import EncoderEngine
+
+pytestmark = pytest.mark.thorough
+SAMPLE = Path(__file__).resolve().parents[1] / "data" / "docs-embedder-1m"
+RECIPE = f"""\
+schema: 1
+name: docs-embedder
+checkpoint: {SAMPLE}
+target: local
+engine: {{backend: onnxruntime, max_context: 256, threads: 1}}
+passes: []
+validation:
+  retrieval: {{queries: 60, passages: 300}}
+gates:
+  retrieval.cosine_mean: {{min: 0.995}}
+  retrieval.ndcg_10: {{drop_max: 0.005}}
+"""
+TEXTS = ["how to force a checkpoint by hand", "CHECKPOINT forces one.", "The list is a compound data type."]
+
+
+def test_an_embedder_is_built_measured_loaded_and_served(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    built = llmforge.build(tmp_path / "recipe.yaml", out=tmp_path / "artifacts")
+    model = llmforge.load(built.path)
+    retrieval = records.read(model.artifact).retrieval
+    assert retrieval is not None
+    assert retrieval.kind == "embedder"
+    assert retrieval.metrics["retrieval.cosine_p01"].artifact.value > 0.99999
+    assert retrieval.metrics["retrieval.ndcg_10"].artifact.value > 0.4
+    made = model.embed(TEXTS)
+    theirs = CheckpointEncoder(Checkpoint.open(SAMPLE), model.encoder.config, threads=1)
+    np.testing.assert_allclose(made, theirs.encode([each.ids for each in model.encoder.texts(TEXTS)]), atol=1e-5)
+    assert made[0] @ made[1] > made[0] @ made[2]
+    with pytest.raises(UsageError, match="embeds texts, and scores no pairs"):
+        model.score(TEXTS[0], TEXTS[1:])
+    with EncoderEngine(model.encoder) as engine, TestClient(serve.create_encoder_app(engine, "docs")) as client:
+        data = client.post("/v1/embeddings", json={"input": TEXTS, "encoding_format": "base64"}).json()["data"]
+    rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in data]
+    np.testing.assert_allclose(np.stack(rows), made, atol=1e-6)
+
+
+def test_a_reranker_is_built_measured_loaded_and_served(tmp_path: Path) -> None:
+    text = RECIPE.replace("docs-embedder", "docs-reranker").partition("gates:")[0]
+    gates = "gates:\n  retrieval.spearman: {min: 0.99}\n  retrieval.ndcg_10: {drop_max: 0.005}\n"
+    (tmp_path / "recipe.yaml").write_text(text + gates)
+    built = llmforge.build(tmp_path / "recipe.yaml", out=tmp_path / "artifacts")
+    model = llmforge.load(built.path)
+    retrieval = records.read(model.artifact).retrieval
+    assert retrieval is not None
+    assert retrieval.kind == "reranker"
+    assert retrieval.metrics["retrieval.kendall"].artifact.value > 0.99
+    assert retrieval.metrics["retrieval.ndcg_10"].artifact.value > 0.5  # of ten candidates by BM25; at random .45
+    query = "how to force a checkpoint by hand"
+    documents = ["The list is a compound data type.", "You can force a checkpoint by the command CHECKPOINT."]
+    scores = model.score(query, documents)
+    assert scores[1] > scores[0]
+    with EncoderEngine(model.encoder) as engine, TestClient(serve.create_encoder_app(engine, "docs")) as client:
+        made = client.post("/v1/rerank", json={"query": query, "documents": documents}).json()["results"]
+    assert [each["index"] for each in made] == [1, 0]
+    np.testing.assert_allclose([each["relevance_score"] for each in made], scores[::-1], atol=1e-6)
