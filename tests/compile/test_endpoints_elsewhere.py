@@ -56,7 +56,11 @@ def server(command: list[Any], log: Path) -> Iterator[str]:
         yield url
     finally:
         process.terminate()
-        process.wait(60)
+        try:
+            process.wait(300)  # vLLM waits for its engine, on a busy machine
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture(scope="module")
