@@ -74,8 +74,8 @@ def test_a_plan_says_which_servers_load_the_file(tmp_path: Path) -> None:
             f"schema: 1\nname: there\ncheckpoint: {checkpoint}\ntarget: h100-sxm\n"
             f"engine: {{backend: compressed-tensors, max_context: 64, quant_method: {method}}}\n"
             f"passes:\n  - quantize-{step}, budget: {{kld_mean: 1.0}}}}\n"
-            f"calibration: {{data: {ROOT}/tests/data/calibration.jsonl}}\n"
-            f"validation: {{quality: {{data: {ROOT}/tests/data/evaluation.jsonl}}}}\n"
+            f"calibration: {{data: {ROOT}/tests/data/calibration.jsonl, samples: 2, length: 64}}\n"
+            f"validation: {{quality: {{data: {ROOT}/tests/data/evaluation.jsonl, context: 64}}}}\n"
         )
         [planned] = request.answer(recipe, request.PlanRequest())
         assert isinstance(planned, Planned)

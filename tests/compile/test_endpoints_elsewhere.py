@@ -149,7 +149,7 @@ def test_llama_cpp_python(llama_cpp: str, data: Path) -> None:
     asked = question(llama_cpp, data)
     _, all_told = judged(asked)  # but for names that several tokens share
     assert all_told.way == "echo"
-    assert all_told.told_share > 0.999
+    assert all_told.told_share > 0.98  # 168 of 8,192 tokens are parts of characters, whose names are alike
     kld = all_told.figures["kld_mean"]
     assert kld.at_most.value - kld.at_least.value < 0.1
     assert 0.01 < kld.at_least.value < 1.0  # 4 bits, rounded to nearest

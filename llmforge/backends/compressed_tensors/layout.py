@@ -163,7 +163,7 @@ def _write_fp4(file: _Parts, matrix: Fp4Matrix, method: QuantMethod) -> bool:
     same &= np.array_equal(file.get("weight_scale", np.uint8), scales.view(np.uint8))
     if method == modelopt.NAME:
         for part, scale in (("weight_scale_2", matrix.whole_scale), ("input_scale", step)):
-            file.put(part, scale)
+            file.put(part, np.asarray(scale))
             same &= np.array_equal(file.get(part, "<f4"), scale)
         return same
     for name, scale in (("weight", matrix.whole_scale), ("input", step)):
