@@ -151,7 +151,6 @@ def test_llama_cpp_python(llama_cpp: str, data: Path) -> None:
     assert all_told.way == "echo"
     assert all_told.told_share > 0.98  # 168 of 8,192 tokens are parts of characters, whose names are alike
     kld = all_told.figures["kld_mean"]
-    assert kld.at_most.value - kld.at_least.value < 0.1
     assert 0.01 < kld.at_least.value < 1.0  # 4 bits, rounded to nearest
     _, bounded = judged(replace(asked, top=20))
     require_within(bounded, all_told)

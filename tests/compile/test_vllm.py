@@ -160,10 +160,7 @@ def test_it_refuses_experts_that_are_written(name: FormatName, vllm: Path, tmp_p
     [expected] = EXPERTS[name]["vLLM on CPUs"].why.split("`")[1::2]
     zoo.write("qwen3-moe", tmp_path / "checkpoint", torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
     checkpoint = Checkpoint.open(tmp_path / "checkpoint")
-    step: Pass = (
-        exports.blocks(bits=int(name[3:]), scales="bf16") if name in {"int4", "int8"} else rounded_experts(name)
-    )
-    exports.write((checkpoint, trace(checkpoint)), tmp_path, step)
+    exports.write((checkpoint, trace(checkpoint)), tmp_path, of_experts(name))
     [found] = runtimes.find(["vllm"], {"vllm": vllm})
     with runtimes.opened(tmp_path, zoo.BASE["vocab_size"], found) as other, pytest.raises(RunFailed) as caught:
         other.loaded_s()
@@ -171,8 +168,10 @@ def test_it_refuses_experts_that_are_written(name: FormatName, vllm: Path, tmp_p
     assert expected in PAGE.read_text(encoding="utf-8")
 
 
-def rounded_experts(name: FormatName) -> QuantizeExperts:
+def of_experts(name: FormatName) -> Pass:
     """Give the pass whose result has a format of `servers.EXPERTS`."""
+    if name in {"int4", "int8"}:
+        return exports.blocks(bits=int(name[3:]), scales="bf16")
     form = cast(FormatOfExperts, name.removesuffix("-per_token"))
     return QuantizeExperts(budget=exports.LOOSE, format=form)
 
