@@ -1,18 +1,24 @@
-"""How often gates on behaviour pass wrongly: `python -m benchmarks.behaviour_errors [--runs N]`.
+"""How often gates on behaviour are wrong: `python -m benchmarks.behaviour_errors [--runs N] [--together]`.
 
 The checkpoint's answers are right with probability .8, and the artifact's are drawn so that the true difference is
 exactly at the limit of the gate: some documents are lost, and some are gained. Printed is the share of runs in which
 the gate passes: nominal 2.5 %.
+
+`--together`: all gates of `benchmarks.planted_damage` at once, each exactly at its limit and independent of the others,
+which is the worst case of Holm's correction. Printed is the share of releases of which any gate is a FAIL (a false
+alarm), and in which each gate passes.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.planted_damage import GATES
 from llmforge.gates.decision import Earlier, Verdict, judge
 from llmforge.metrics import tasks
 from llmforge.recipe import GateSpec
@@ -55,11 +61,62 @@ def passes(ours: Floats, theirs: Floats, clusters: NDArray[np.int64], *, rises: 
     return result.verdict is Verdict.PASS
 
 
+def at_limit(rng: np.random.Generator, documents: int, limits: Mapping[str, float]) -> tuple[Floats, Floats]:
+    """Draw ours and theirs so that a gate is exactly at its limit: shares as above, other figures exponentially."""
+    ((bound, limit),) = limits.items()
+    if bound == "max":
+        return rng.exponential(limit, documents), np.zeros(documents)
+    theirs = rng.random(documents) < RIGHT
+    if limit == GATES["answer_odds"]["drop_max"]:
+        sure = rng.normal(5, 2, documents)
+        return sure - rng.exponential(limit, documents), sure
+    lost = rng.random(documents) < (limit + GAINED) / RIGHT
+    gained = rng.random(documents) < GAINED / (1 - RIGHT)
+    ours = np.where(theirs, ~lost, gained)
+    return (ours if bound == "drop_max" else ~ours).astype(np.float64), (
+        theirs if bound == "drop_max" else ~theirs
+    ).astype(np.float64)
+
+
+def together(rng: np.random.Generator, documents: int) -> dict[str, Verdict]:
+    """Decide all gates of one release whose every figure is at the limit of its gate."""
+    figures = {}
+    for name, limits in GATES.items():
+        ours, theirs = at_limit(rng, documents, limits)
+        figures[f"behaviour.{name}"] = tasks.figures("mean", tuple(ours), tuple(theirs), tuple(range(documents)))
+    beside = Earlier(
+        "the checkpoint",
+        {name: each.difference for name, each in figures.items() if each.difference is not None},
+        {name: each.baseline.value for name, each in figures.items() if each.baseline is not None},
+    )
+    gates = {f"behaviour.{name}": GateSpec.model_validate(limits) for name, limits in GATES.items()}
+    found = judge(gates, {name: each.artifact for name, each in figures.items()}, original=beside)
+    return {each.metric: each.verdict for each in found}
+
+
+def print_together(runs: int, documents: int) -> None:
+    """Simulate all gates at once, and print."""
+    rng, alarms, passed = np.random.default_rng(documents), 0, Counter[str]()
+    for _ in range(runs):
+        found = together(rng, documents)
+        alarms += Verdict.FAIL in found.values()
+        passed.update(name for name, verdict in found.items() if verdict is Verdict.PASS)
+    print(f"{len(GATES)} gates, {documents} documents: a false alarm in {100 * alarms / runs:.2f} %", flush=True)
+    for name in GATES:
+        print(f"  {name} passes in {100 * passed[f'behaviour.{name}'] / runs:.2f} %", flush=True)
+
+
 def main() -> None:
     """Simulate and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=20_000)
-    runs = parser.parse_args().runs
+    parser.add_argument("--together", action="store_true")
+    given = parser.parse_args()
+    runs = given.runs
+    if given.together:
+        for documents in (110, 40):
+            print_together(runs, documents)
+        return
     kinds: dict[str, tuple[Draw, bool]] = {
         "share": (share, False), "checks": (checks, False), "length_change": (lengths, True),
     }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from llmforge.serving import Chunk, Runner, TokenLogprob, Usage
+    from llmforge.serving.encoder_runner import EncoderRunner
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, token ids, or messages of a chat
 
@@ -38,20 +39,77 @@ class Answer:
 
 
 class Model:
-    """An artifact's engine in this process, with its tokenizer; threads may share it."""
+    """An artifact's engine in this process, with its tokenizer; threads may share it.
 
-    def __init__(self, artifact: Artifact, runner: Runner) -> None:
+    A language model answers, an embedder embeds, a reranker scores; each refuses what the others do.
+    """
+
+    def __init__(self, artifact: Artifact, loaded: Runner | EncoderRunner) -> None:
         self.artifact = artifact
-        self.runner = runner
+        self._loaded = loaded
 
     def __repr__(self) -> str:
         manifest = self.artifact.manifest
-        return f"<llmforge.Model {manifest.name}/{manifest.version}: {self.runner.config.max_context} tokens>"
+        tokens = self.encoder.config.max_tokens if self._encodes else self.runner.config.max_context
+        return f"<llmforge.Model {manifest.name}/{manifest.version}: {tokens} tokens>"
+
+    @property
+    def _encodes(self) -> bool:
+        from llmforge.serving.encoder_runner import EncoderRunner
+
+        return isinstance(self._loaded, EncoderRunner)
+
+    @property
+    def runner(self) -> Runner:
+        """What runs a language model.
+
+        Raises:
+            UsageError: the artifact is none.
+        """
+        if self._encodes:
+            raise UsageError("the artifact is an embedder or a reranker", hint="use `embed` or `score`")
+        return cast("Runner", self._loaded)
+
+    @property
+    def encoder(self) -> EncoderRunner:
+        """What runs an embedder or a reranker.
+
+        Raises:
+            UsageError: the artifact is neither.
+        """
+        if not self._encodes:
+            raise UsageError("the artifact is a language model", hint="use `generate`")
+        return cast("EncoderRunner", self._loaded)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the checkpoint."""
-        return self.runner.tokenizer
+        return self._loaded.tokenizer
+
+    def embed(
+        self,
+        texts: str | Sequence[str],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        truncate: bool = False,
+    ) -> NDArray[np.float32]:
+        """Embed texts, fp32 [texts, dimensions], or one text, [dimensions], as `EncoderRunner.embed` does.
+
+        Raises:
+            UsageError: the artifact is no embedder, has no such prompt or dimensions, or a text is too long.
+        """
+        given = [texts] if isinstance(texts, str) else texts
+        made = self.encoder.embed(given, prompt_name, dimensions, truncate=truncate)
+        return made[0] if isinstance(texts, str) else made
+
+    def score(self, query: str, texts: Sequence[str], *, truncate: bool = False) -> NDArray[np.float64]:
+        """Score how relevant each text is for a query, 0 to 1, [texts].
+
+        Raises:
+            UsageError: the artifact is no reranker, or a text with its query is too long.
+        """
+        return self.encoder.score(query, texts, truncate=truncate)
 
     def generate(self, prompt: Prompt, *, adapter: str = "", **sampling: Any) -> Answer:
         """Answer a prompt: a text, token ids, or messages, to which the chat template is applied.

@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from llmforge.checkpoint import Checkpoint
     from llmforge.compile.endpoints import EndpointQuestion, ServedModel
     from llmforge.gates.endpoint import EndpointJudgement
+    from llmforge.recipe import BehaviourSpec
 
 _EXAMPLES = """\b
 Examples:
   llmforge judge --url http://127.0.0.1:8000 --reference CHECKPOINT --data text.jsonl
   llmforge judge --url http://127.0.0.1:8000 --reference NAME:prod --data text.jsonl --gates gates.yaml -o judged
   llmforge judge --url http://new:8000 --reference http://old:8000 --tokenizer CHECKPOINT --data text.jsonl
+  llmforge judge --url http://new:8000 --reference NAME:prod --data text.jsonl --behaviour default --gates gates.yaml
   llmforge judge --verify judged
 """
 
@@ -57,6 +59,8 @@ class JudgeOptions:
     spread: float | None
     answers: int
     answer_tokens: int
+    behaviour: str | None
+    of_each_slice: int | None
     threads: int | None
     folder: Path | None
     verified: Path | None
@@ -99,6 +103,11 @@ class JudgeOptions:
 )  # fmt: skip
 @click.option("--answers", type=NATURAL, default=16, metavar="N", help="Greedy answers to compare and time.")
 @click.option("--answer-tokens", type=POSITIVE, default=64, metavar="N", help="Tokens of an answer at most.")
+@click.option(
+    "--behaviour", metavar="FILE.jsonl|default|long",
+    help="Chats that both answer through their chat APIs: calls, JSON, refusals, languages, loops (docs/behaviour.md).",
+)  # fmt: skip
+@click.option("--of-each-slice", type=POSITIVE, metavar="N", help="With --behaviour: the first N chats of each slice.")
 @click.option("--threads", type=POSITIVE, metavar="N", help="Threads of the reference. Default: all physical cores.")
 @click.option(
     "-o", "--output", "folder", type=PATH, metavar="DIR",
@@ -177,8 +186,23 @@ def _question(options: JudgeOptions) -> EndpointQuestion:
         spread=SPREAD if options.spread is None else options.spread,
         answers=options.answers,
         answer_tokens=options.answer_tokens,
+        behaviour=_chats(options),
         threads=options.threads or physical_cores(),
     )
+
+
+def _chats(options: JudgeOptions) -> BehaviourSpec | None:
+    from llmforge.recipe import BehaviourSpec
+
+    if options.behaviour is None:
+        if options.of_each_slice is not None:
+            raise UsageError("--of-each-slice requires --behaviour")
+        return None
+    named = {"data": options.behaviour, "of_each_slice": options.of_each_slice}
+    try:
+        return BehaviourSpec.model_validate(named, context=Path.cwd())
+    except ValueError as error:
+        raise UsageError(f"--behaviour: {error}") from error
 
 
 def _reference(options: JudgeOptions) -> ServedModel | Checkpoint | Artifact | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -34,6 +35,7 @@ from llmforge.cli.parameters import (
     tool_prompt_option,
 )
 from llmforge.cli.provenance import admit, loading_options, signature_options
+from llmforge.cli.recording import record_options, recording_options
 
 if TYPE_CHECKING:
     from llmforge.artifact import Artifact
@@ -112,6 +114,7 @@ Example:
     "--grace", "grace_s", type=NATURAL, metavar="SECONDS", default=30,
     help="On shutdown, time to finish requests in flight.",
 )  # fmt: skip
+@recording_options
 @loading_options
 @signature_options
 def serve(artifact: Path, **given: Any) -> None:
@@ -129,6 +132,7 @@ def serve(artifact: Path, **given: Any) -> None:
     from llmforge.serving.protocol.tool_prompt import chosen
 
     options, address = record(_ServeOptions, given), record(server.Address, given)
+    wanted_record = record_options(given)
     if (address.certificate is None) != (address.private_key is None):
         raise UsageError("--tls-cert and --tls-key require each other")
     telemetry = server.Telemetry.from_environment() if wanted(options.telemetry_asked, os.environ) else None
@@ -148,12 +152,21 @@ def serve(artifact: Path, **given: Any) -> None:
         prefixes=options.prefix_file,
     )
 
+    with contextlib.ExitStack() as unstarted:
+        unstarted.callback(engine.close, drain=False)
+        recorder = None
+        if wanted_record is not None:
+            with output.writing(wanted_record.folder):
+                recorder = server.Recorder(wanted_record, engine.encoder)
+        unstarted.pop_all()
+
     def announce(url: str) -> None:
         _announce(f"{model} ({opened.manifest.version})", url, engine)
         if not policy.keys and not server.is_loopback(address.host):
             console.say("note: everybody who reaches this address may use it; --api-key-file asks for keys")
 
-    server.run(engine, model, address, announce, policy, _log if options.access_log else None, telemetry)
+    log = _log if options.access_log else None
+    server.run(engine, model, address, announce, policy, log, telemetry, recorder)
 
 
 def _prefix_store(options: _ServeOptions) -> Path | None:

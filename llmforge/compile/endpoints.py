@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from llmforge.artifact import Artifact
 from llmforge.base.errors import DataError, UnsupportedError
@@ -18,19 +20,25 @@ from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile.texts import encoder_of
 from llmforge.gates import decision, endpoint
 from llmforge.gates.endpoint import EndpointJudgement, JudgedSide, ServedAnswer
-from llmforge.measure import served_answers, served_quality
-from llmforge.measure.baseline import baseline_on, open_baseline
+from llmforge.measure import behaviour, served_answers, served_chats, served_quality
+from llmforge.measure.baseline import Baseline, baseline_on, open_baseline, why_not_whole
+from llmforge.measure.behaviour import ChatSide
 from llmforge.measure.completions import Completions
 from llmforge.measure.logprobs import ServedLogprobs, TokenNames
 from llmforge.measure.quality import Logits
-from llmforge.measure.scoring import before_end
+from llmforge.measure.scoring import CheckpointSide, EngineSide, before_end
 from llmforge.measure.served_answers import Prompt, Streamed
+from llmforge.metrics.behaviour import results
+from llmforge.metrics.behaviour.answer import BehaviourAnswer
+from llmforge.metrics.behaviour.results import BehaviourResult
 from llmforge.metrics.serving import figures
 from llmforge.metrics.truncation import SPREAD
-from llmforge.recipe import GateSpec
+from llmforge.recipe import BehaviourSpec, GateSpec
 from llmforge.serving import Runner, Sampling
 from llmforge.serving import load as load_runner
-from llmforge.serving.prompts import TextEncoder
+from llmforge.serving.prompts import PromptEncoder, TextEncoder
+
+CHAT_CONTEXT = 4096  # of a checkpoint whose configuration names no longest text
 
 
 @dataclass(frozen=True)
@@ -57,14 +65,20 @@ class EndpointQuestion:
     spread: float = SPREAD
     answers: int = 16
     answer_tokens: int = 64
+    behaviour: BehaviourSpec | None = None
     threads: int = 1
+
+    @property
+    def needs_quality(self) -> bool:
+        """Whether something cannot be said without log-probabilities."""
+        of_text = any(not endpoint.of_behaviour(metric) for metric in self.limits)
+        return of_text or (self.reference is not None and self.behaviour is None)
 
 
 def judge(asked: EndpointQuestion, progress: Progress) -> EndpointJudgement:
     """Measure an endpoint, and decide its gates.
 
-    Where it tells nothing that quality could be made of, and neither a reference nor a limit needs that, answers and
-    times are measured alone.
+    Where it tells nothing that quality could be made of, and nothing needs that, answers and times are measured alone.
 
     Raises:
         UnsupportedError: it tells nothing, and something needs that.
@@ -81,7 +95,7 @@ def judge(asked: EndpointQuestion, progress: Progress) -> EndpointJudgement:
     try:
         served.open(windows[0].ids.tolist())
     except UnsupportedError as error:
-        if asked.reference is not None or asked.limits:
+        if asked.needs_quality:
             raise
         unmeasured = error.message
     side = _side(asked, names, windows, progress)
@@ -96,7 +110,11 @@ def judge(asked: EndpointQuestion, progress: Progress) -> EndpointJudgement:
     said = served_answers.ask(completions, prompts, asked.answer_tokens, encoder.tokenizer, progress.advance)
     theirs = side.greedy(prompts, asked.answer_tokens)
     failed = [each.outcome.error for each in said if each.outcome.error is not None]
-    results = endpoint.decide(asked.limits, quality, unmeasured)
+    chats, unasked = None, tuple[str, ...]()
+    if asked.behaviour is not None:
+        progress.stage("Answer chats")
+        chats, unasked = _behaviour(asked, asked.behaviour, completions, encoder.tokenizer, progress)
+    decided = endpoint.decide(asked.limits, quality, unmeasured, chats)
     return EndpointJudgement(
         created=datetime.now(UTC).replace(microsecond=0).isoformat(),
         served=JudgedSide(kind="endpoint", title=completions.description),
@@ -107,10 +125,11 @@ def judge(asked: EndpointQuestion, progress: Progress) -> EndpointJudgement:
         quality=quality,
         unmeasured=unmeasured,
         latency=figures([[each.outcome for each in said]]) if said else None,
+        behaviour=chats,
         answers=_answers(prompts, said, theirs, encoder),
-        gates=results,
-        verdict=decision.overall(results),
-        notes=tuple(_notes(asked, served, quality is not None, failed)),
+        gates=decided,
+        verdict=decision.overall(decided),
+        notes=(*_notes(asked, served, quality is not None, failed), *unasked),
     )
 
 
@@ -128,6 +147,63 @@ def _answers(
         for place, (prompt, each) in enumerate(zip(prompts, said, strict=True))
         if each.outcome.error is None
     )
+
+
+def _behaviour(
+    asked: EndpointQuestion, spec: BehaviourSpec, completions: Completions, tokenizer: Tokenizer, progress: Progress
+) -> tuple[BehaviourResult | None, tuple[str, ...]]:
+    """Let the endpoint and its reference answer the same chats; also say what was left out."""
+    chosen, notes = spec.documents(), tuple[str, ...]()
+    beside: dict[str, BehaviourAnswer] | None = None
+    title = None
+    if isinstance(asked.reference, ServedModel):
+        other = Completions(asked.reference.server, asked.reference.model)
+        theirs, title = served_chats.ask(other, chosen, tokenizer, progress.advance), other.description
+        notes += theirs.notes
+        pairs = zip(chosen, theirs.answers, strict=True)
+        beside = {each.id: answer for each, answer in pairs if answer is not None}
+    elif asked.reference is not None:
+        side, encoder = _chat_side(asked.reference, asked.threads)
+        if encoder.template is None:
+            return None, (behaviour.NO_TEMPLATE,)
+        prompts, notes = behaviour.prepare(chosen, encoder)
+        said = behaviour.ask(side, prompts, progress.advance)
+        answers = behaviour.read(side, prompts, said, encoder)
+        beside = {prompt.document.id: answer for prompt, answer in zip(prompts, answers, strict=True)}
+        title = side.description
+    if beside is not None:
+        chosen = tuple(each for each in chosen if each.id in beside)
+    ours = served_chats.ask(completions, chosen, tokenizer, progress.advance)
+    both = [(each, answer) for each, answer in zip(chosen, ours.answers, strict=True) if answer is not None]
+    notes += ours.notes
+    if not both:
+        return None, (*notes, "behaviour: not measured, for no document is left")
+    found = results.measured(
+        [each for each, _ in both],
+        [answer for _, answer in both],
+        None if beside is None else [beside[each.id] for each, _ in both],
+        engine=completions.description,
+        baseline=title,
+    )
+    return found, notes
+
+
+def _chat_side(reference: Checkpoint | Artifact, threads: int) -> tuple[ChatSide, PromptEncoder]:
+    """Open what answers chats, and what writes them."""
+    if isinstance(reference, Artifact):
+        runner = load_runner(reference.path, threads)
+        return EngineSide(runner, f"{reference.manifest.name}/{reference.manifest.version}"), runner
+    if (why := why_not_whole(reference)) is not None:
+        raise UnsupportedError(f"{reference.path}: the checkpoint does not run: {why}")
+    encoder = behaviour.encoder_of(reference, reference.geometry.context or CHAT_CONTEXT)
+    side = CheckpointSide(
+        partial(Baseline, reference, threads=threads),
+        reference.path.name,
+        encoder.config.max_context,
+        encoder.config.eos_token_ids,
+        encoder.tokenizer.decode,
+    )
+    return side, encoder
 
 
 @dataclass(frozen=True)

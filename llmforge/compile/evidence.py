@@ -42,6 +42,7 @@ from llmforge.metrics.agreement import RuntimeName, RuntimeRun
 from llmforge.metrics.behaviour.results import BehaviourResult
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
+from llmforge.metrics.retrieval.results import RetrievalResult
 from llmforge.metrics.tasks import TaskResult
 from llmforge.recipe import BehaviourSpec, GateSpec, LatencySpec, QualitySpec, Recipe, ValidationSpec
 from llmforge.serving import Runner
@@ -65,6 +66,7 @@ class Evidence:
     tasks: tuple[TaskResult, ...] = ()
     adapters: tuple[AdapterQuality, ...] = ()  # those that requests choose
     behaviour: BehaviourResult | None = None
+    retrieval: RetrievalResult | None = None
 
     def engine_record(self, backend: str, folder: Path, engine: BuiltEngine | None) -> records.EngineRecord:
         """Write down what is in the engine's `folder`; `engine` None: what it is built of, later."""
@@ -98,6 +100,7 @@ class Evidence:
             self.tasks,
             self.adapters,
             self.behaviour,
+            self.retrieval,
         )
         return verdict.judge(specs, measured, engine.unmeasured)
 

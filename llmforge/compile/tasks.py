@@ -15,7 +15,12 @@ from llmforge.compile.reuse import Reuse
 from llmforge.measure.scoring import AnswerCache, Keep
 
 ANSWERS = "answers.json"
-_CODE = ("llmforge.measure.scoring", "llmforge.measure.baseline", "llmforge.runtime")
+_CODE = (
+    "llmforge.measure.scoring",
+    "llmforge.measure.decisive_tokens",
+    "llmforge.measure.baseline",
+    "llmforge.runtime",
+)
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ def validate(
         "tasks": kept_tasks,
         "adapters": found.adapters,
         "behaviour": found.behaviour,
+        "retrieval": found.retrieval,
         "engine": engine,
         "build": clock.record(records.ReusedRecord()),
         "machine": here,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -20,13 +21,17 @@ from llmforge.base.errors import ForgedVerdict, InputError, UsageError
 from llmforge.gates import decision, release
 from llmforge.gates.decision import GateResult, Verdict
 from llmforge.gates.verdict import CLOSE
+from llmforge.metrics import catalog
+from llmforge.metrics.behaviour.results import PREFIX as BEHAVIOUR
+from llmforge.metrics.behaviour.results import BehaviourResult
 from llmforge.metrics.intervals import Estimate
+from llmforge.metrics.metric import Measured
 from llmforge.metrics.record import ReportRecord
 from llmforge.metrics.served_quality import ServedQuality
 from llmforge.metrics.serving import LoadFigures
 from llmforge.recipe import GateSpec
 
-MEASURED = ("kld_mean", "top1_agreement", "perplexity_ratio", "delta_p_mean")  # that a gate can decide here
+MEASURED = ("kld_mean", "top1_agreement", "perplexity_ratio", "delta_p_mean")  # that gates decide on here
 _NONE_YET = "none"
 
 
@@ -71,6 +76,7 @@ class EndpointJudgement(ReportRecord):
     quality: ServedQuality | None
     unmeasured: str | None  # why quality was not measured
     latency: LoadFigures | None
+    behaviour: BehaviourResult | None = None
     answers: tuple[ServedAnswer, ...] = ()
     gates: tuple[GateResult, ...]
     verdict: Verdict
@@ -92,9 +98,12 @@ def check(limits: Mapping[str, GateSpec], source: str) -> None:
         return
     release.check(limits, source, hint="")
     for metric, gate in limits.items():
+        if of_behaviour(metric):
+            continue
         if metric not in MEASURED:
             raise UsageError(
-                f"{source}: {metric} is not measured of an endpoint; gates decide on {', '.join(MEASURED)}",
+                f"{source}: {metric} is not measured of an endpoint; gates decide on {', '.join(MEASURED)}, and on "
+                "behaviour.NAME",
                 hint="leave it out, or gate an artifact: llmforge gate ARTIFACT",
             )
         if release.is_relative({metric: gate}):
@@ -104,13 +113,23 @@ def check(limits: Mapping[str, GateSpec], source: str) -> None:
             )
 
 
+def of_behaviour(metric: str) -> bool:
+    """Say whether a metric is of chats."""
+    return metric.startswith(BEHAVIOUR)
+
+
 def decide(
-    limits: Mapping[str, GateSpec], quality: ServedQuality | None, unmeasured: str | None
+    limits: Mapping[str, GateSpec],
+    quality: ServedQuality | None,
+    unmeasured: str | None,
+    behaviour: BehaviourResult | None = None,
 ) -> tuple[GateResult, ...]:
-    """Decide the gates of an endpoint, each on the interval of its bounds."""
+    """Decide the gates of an endpoint, each on the interval of its bounds, drops and rises against the reference."""
     figures = {} if quality is None else quality.figures
-    measured: dict[str, Estimate] = {name: figure.estimate for name, figure in figures.items()}
-    results = decision.judge(limits, measured, unmeasured=unmeasured)
+    of_text: dict[str, Estimate] = {name: figure.estimate for name, figure in figures.items()}
+    chats = Measured(behaviour=behaviour)
+    original = replace(decision.checkpoint(chats), name="the reference")
+    results = decision.judge(limits, {**catalog.estimates(chats), **of_text}, unmeasured=unmeasured, original=original)
     return tuple(_explained(result, quality) for result in results)
 
 
@@ -209,7 +228,10 @@ def _confirm(made: EndpointJudgement, file: Path) -> None:
             wrong.append("bounds")
         if quality.tokens != sum(each.tokens for each in quality.per_document):
             wrong.append("tokens")
-    results = decide(made.limits, again, made.unmeasured)
+    if made.behaviour is not None:
+        outcomes = made.behaviour.again()
+        wrong += [name[:64] for name, each in made.behaviour.outcomes.items() if not _same(each, outcomes[name])]
+    results = decide(made.limits, again, made.unmeasured, made.behaviour)
     if [_verdict(each) for each in results] != [_verdict(each) for each in made.gates]:
         wrong.append("gates")
     if decision.overall(results) is not made.verdict:
@@ -228,6 +250,8 @@ def _verdict(gate: GateResult) -> tuple[str, str, float, str]:
 def _same(said: object, made: object) -> bool:
     if isinstance(said, ReportRecord) and type(said) is type(made):
         return all(_same(getattr(said, name), getattr(made, name)) for name in type(said).model_fields)
+    if isinstance(said, dict) and isinstance(made, dict):
+        return said.keys() == made.keys() and all(_same(each, made[name]) for name, each in said.items())
     if isinstance(said, float) and isinstance(made, float):
         return (math.isnan(said) and math.isnan(made)) or math.isclose(said, made, rel_tol=CLOSE, abs_tol=1e-12)
     return said == made

@@ -34,6 +34,7 @@ from llmforge.metrics.latency import Latency
 from llmforge.metrics.metric import Measured, Sizes
 from llmforge.metrics.quality import Quality
 from llmforge.metrics.record import ReportRecord
+from llmforge.metrics.retrieval.results import RetrievalResult
 from llmforge.metrics.tasks import MOST_TASKS, TaskResult
 from llmforge.rewrite.pass_base import Numerics, Rewritten, Skipped
 
@@ -240,7 +241,7 @@ class BuildRecord(ReportRecord):
     reused: ReusedRecord = ReusedRecord()
 
 
-_WHERE_MEASURED = ("plugins", "adapters", "behaviour")
+_WHERE_MEASURED = ("plugins", "adapters", "behaviour", "retrieval")
 
 
 class Report(ReportRecord):
@@ -264,6 +265,7 @@ class Report(ReportRecord):
     tasks: tuple[TaskResult, ...] = Field(default=(), max_length=MOST_TASKS)
     adapters: tuple[AdapterQuality, ...] = Field(default=(), max_length=MOST_ADAPTERS)  # that requests choose
     behaviour: BehaviourResult | None = None
+    retrieval: RetrievalResult | None = None
     checkpoint: CheckpointRecord
     target: TargetRecord
     engine: EngineRecord
@@ -279,7 +281,7 @@ class Report(ReportRecord):
 
     @model_serializer(mode="wrap")
     def _took_part(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out plug-ins, adapters and behaviour where there are none."""
+        """Leave out plug-ins, adapters, behaviour and retrieval where there are none."""
         fields: dict[str, Any] = write(self)
         return {name: value for name, value in fields.items() if name not in _WHERE_MEASURED or value}
 
@@ -305,6 +307,7 @@ class Report(ReportRecord):
             self.tasks,
             self.adapters,
             self.behaviour,
+            self.retrieval,
         )
 
 
@@ -337,10 +340,11 @@ def measured(
     tasks: tuple[TaskResult, ...] = (),
     adapters: tuple[AdapterQuality, ...] = (),
     behaviour: BehaviourResult | None = None,
+    retrieval: RetrievalResult | None = None,
 ) -> Measured:
     """Put together all that a gate can decide on; an engine that is not built yet has no size."""
     sizes = None if engine.pending else Sizes(engine.size_bytes, checkpoint.size_bytes, checkpoint.parameters)
-    return Measured(quality, latency, sizes, runtimes, tasks, adapters, behaviour)
+    return Measured(quality, latency, sizes, runtimes, tasks, adapters, behaviour, retrieval)
 
 
 def read(opened: Artifact, record: Head | None = None) -> Report:

@@ -21,7 +21,7 @@ from llmforge.gates import verdict as verdicts
 from llmforge.gates.decision import ALPHA, RELATIVE, Earlier, Figure, GateResult, Verdict
 from llmforge.gates.records import Report
 from llmforge.metrics import catalog, document_figures, tasks
-from llmforge.metrics.artifact_metrics import BehaviourMetric, RuntimeMetric, SizeMetric, TaskMetric
+from llmforge.metrics.artifact_metrics import BehaviourMetric, RetrievalMetric, RuntimeMetric, SizeMetric, TaskMetric
 from llmforge.metrics.behaviour import results as behaviour
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency_metrics import SlowestMetric
@@ -29,6 +29,7 @@ from llmforge.metrics.metric import Measured
 from llmforge.metrics.quality import DocumentSums, OfSums, Quantile
 from llmforge.metrics.quality_metrics import QualityMetric
 from llmforge.metrics.record import ReportRecord
+from llmforge.metrics.retrieval import results as retrieval
 from llmforge.recipe import GateSpec, misdirected
 
 NOT_IN_TURNS = "durations of two runs are not comparable: both must run in turns on one device"
@@ -111,7 +112,8 @@ class MeasuredArtifact(Reported):
         """
         for head in reversed(opened.evidence):
             report = records.read(opened, head)
-            if report.quality or report.latency or report.tasks or report.adapters or report.behaviour:
+            parts = (report.quality, report.latency, report.tasks, report.adapters, report.behaviour, report.retrieval)
+            if any(parts):
                 return cls(opened, report, head)
         head = opened.evidence[-1]
         return cls(opened, records.read(opened, head), head)
@@ -263,6 +265,8 @@ def compare(
             found[name] = tasks.between(release.report.tasks, against.report.tasks, name)
         elif isinstance(metric, BehaviourMetric):
             found[name] = behaviour.between(release.report.behaviour, against.report.behaviour, name)
+        elif isinstance(metric, RetrievalMetric):
+            found[name] = retrieval.between(release.report.retrieval, against.report.retrieval, name)
         elif isinstance(metric, SizeMetric):
             found[name] = Estimate.exact(here[name].value - there[name].value)
         elif isinstance(metric, RuntimeMetric):

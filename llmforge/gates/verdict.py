@@ -45,8 +45,8 @@ def recompute(artifact: Artifact, source: str | None = None) -> tuple[GateResult
 
     Quality is made of the sums over each document, of the values of each token and of how long answers are the same,
     latency of the time of each token, agreement of other runtimes of each place of an answer, scores of tasks of their
-    items, behaviour of the values of each document, what a pass cost of its sums over documents, what a step reads of
-    its groups of tensors, size of the manifest.
+    items, behaviour and retrieval of the values of each document, query and text, what a pass cost of its sums over
+    documents, what a step reads of its groups of tensors, size of the manifest.
     `Artifact.verify` looks at the files. Return the gates by the record whose verdict is the artifact's. Messages call
     it `source`, else by its path.
 
@@ -146,6 +146,9 @@ def _figures(report: Report) -> Iterator[str]:
     if (chats := report.behaviour) is not None:
         again_ = chats.again()
         yield from (f"behaviour: {name[:64]}" for name, was in chats.outcomes.items() if not _close(was, again_[name]))
+    if (found_ := report.retrieval) is not None:
+        made_ = found_.again()
+        yield from (name[:64] for name, was in found_.metrics.items() if not _close(was, made_.get(name)))
     if (attributed := report.attribution) is not None:
         yield from (what for what, said, made in attribution.recomputed(attributed) if not _close(said, made))
         yield from attribution.miscounted(attributed)

@@ -122,7 +122,7 @@ class Baseline:
 
         cache = DynamicCache(config=self._model.config)
         if len(texts) == 1 or not self._takes_padding():
-            return [self.logits(np.array([*context, *text[:-1]]))[len(context) - 1 :][: len(text)] for text in texts]
+            return [self._last_logits([*context, *text[:-1]], max(1, len(text)))[: len(text)] for text in texts]
         longest = max(1, *map(len, texts)) - 1
         with torch.inference_mode(), internals.torch_threads(self._threads):
             read = torch.tensor([list(context)])
@@ -135,6 +135,17 @@ class Baseline:
                 rows = torch.cat([rows, later], 1)
         return [each[: len(text)].numpy() for each, text in zip(rows, texts, strict=True)]
 
+    def _last_logits(self, ids: list[int], rows: int) -> NDArray[np.float32]:
+        """Compute the logits [rows, V] after the last tokens of a text."""
+        import torch
+
+        from llmforge.trace.hooks import internals
+
+        with torch.inference_mode(), internals.torch_threads(self._threads):
+            output = self._model(input_ids=torch.tensor([ids]), use_cache=False, logits_to_keep=rows)
+        logits: NDArray[np.float32] = output.logits[0].numpy()
+        return logits
+
     def of(
         self, texts: Sequence[NDArray[np.int64]], progress: Callable[[int, int], None] = lambda done, total: None
     ) -> Logits:
@@ -145,14 +156,16 @@ class Baseline:
         """Continue each of `texts`, ids [S], by as many greedy tokens as `counts` says; EOS does not end it."""
         return [[step[0] for step in self.generate(ids[None], count)] for ids, count in zip(texts, counts, strict=True)]
 
-    def answers(self, prompts: Sequence[Sequence[int]], most: int, ends: Collection[int]) -> list[list[int]]:
+    def answers(
+        self, prompts: Sequence[Sequence[int]], counts: Sequence[int], ends: Collection[int]
+    ) -> list[list[int]]:
         """Answer prompts, ids [S], together: at most so many greedy tokens each, the one that ends it included.
 
         They are filled up on the left, and masked there; models whose state is no cache of keys and values, or whose
         rotary embedding depends on the length, read each prompt alone.
         """
         if len(prompts) > 1 and not self._takes_padding():
-            return [self.answers([each], most, ends)[0] for each in prompts]
+            return [self.answers([each], [count], ends)[0] for each, count in zip(prompts, counts, strict=True)]
         import torch
         from transformers import DynamicCache
 
@@ -172,8 +185,12 @@ class Baseline:
                 chosen = output.logits[:, -1].argmax(-1)
                 for place, token in zip(going, chosen.tolist(), strict=True):
                     said[place].append(token)
-                left = [row for row, place in enumerate(going) if said[place][-1] not in ends]
-                if not left or len(said[going[left[0]]]) == most:
+                left = [
+                    row
+                    for row, place in enumerate(going)
+                    if said[place][-1] not in ends and len(said[place]) < counts[place]
+                ]
+                if not left:
                     return said
                 if len(left) < len(going):  # who has ended makes room
                     cache.batch_select_indices(torch.tensor(left))

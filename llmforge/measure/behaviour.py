@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from typing import Any, Protocol
@@ -11,14 +11,27 @@ from typing import Any, Protocol
 from llmforge.base.errors import InputError, UsageError
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
+from llmforge.measure import decisive_tokens
 from llmforge.measure.baseline import Baseline, why_not_whole
-from llmforge.measure.scoring import AnswerCache, CheckpointSide, EngineSide, Keep, Likelihood, Pair, blocks
+from llmforge.measure.decisive_tokens import DecisiveTokens
+from llmforge.measure.scoring import (
+    AnswerCache,
+    CheckpointSide,
+    EngineSide,
+    Keep,
+    Likelihood,
+    Pair,
+    ReadingSide,
+    blocks,
+)
 from llmforge.measure.tasks import TaskEngine
 from llmforge.metrics.behaviour import results
-from llmforge.metrics.behaviour.answer import BehaviourAnswer, MadeCall
+from llmforge.metrics.behaviour.answer import BehaviourAnswer, MadeCall, TokenOdds
 from llmforge.metrics.behaviour.document import BehaviourDocument
 from llmforge.metrics.behaviour.results import BehaviourResult
+from llmforge.runtime.config import FORMAT, RuntimeConfig, SessionOptions
 from llmforge.runtime.sampling.options import GREEDY
+from llmforge.serving.chat import ChatTemplate, special_tokens
 from llmforge.serving.detokenize import Detokenizer
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol import answer as answers_
@@ -33,7 +46,7 @@ BLOCK = 32  # chats whose answers are kept together
 NO_TEMPLATE = "behaviour: not measured, for the artifact has no chat template"
 
 
-class ChatSide(Protocol):
+class ChatSide(ReadingSide, Protocol):
     """What answers chats: token ids in, token ids out."""
 
     @property
@@ -82,12 +95,13 @@ def run(
     if not prompts:
         return None, (*notes, "behaviour: not measured, for no document is left")
     ours = EngineSide(runner, engine.description)
-    progress.stage("Answer chats")
-    said = ask(ours, prompts, runner, progress.advance)
     chosen = [prompt.document for prompt in prompts]
+    progress.stage("Answer chats")
+    said = ask(ours, prompts, progress.advance)
     if (alone := why_not_whole(checkpoint)) is not None:
         notes = (*notes, f"behaviour: the checkpoint does not run: {alone}")
-        return results.measured(chosen, said, None, engine=ours.description, baseline=None), notes
+        answers = read(ours, prompts, said, runner)
+        return results.measured(chosen, answers, None, engine=ours.description, baseline=None), notes
     ends = runner.config.eos_token_ids
     theirs = CheckpointSide(
         partial(Baseline, checkpoint, threads=engine.threads),
@@ -98,8 +112,11 @@ def run(
     )
     keep = Keep() if cache is None else cache.of(f"{checkpoint.digest} {engine.threads} {','.join(map(str, ends))}")
     progress.stage("Let the checkpoint answer chats")
-    beside = ask(theirs, prompts, runner, progress.advance, keep)
-    found = results.measured(chosen, said, beside, engine=ours.description, baseline=theirs.description)
+    right = ask(theirs, prompts, progress.advance, keep)
+    beside = read(theirs, prompts, right, runner, right, keep)
+    progress.stage("Read the checkpoint's answers")
+    answers = read(ours, prompts, said, runner, right)
+    found = results.measured(chosen, answers, beside, engine=ours.description, baseline=theirs.description)
     return found, notes
 
 
@@ -124,6 +141,26 @@ def prepare(documents: Sequence[BehaviourDocument], encoder: PromptEncoder) -> t
     )
 
 
+def encoder_of(checkpoint: Checkpoint, context: int) -> PromptEncoder:
+    """Make what writes chats as a checkpoint reads them, for answers within `context` tokens."""
+    template = None
+    if checkpoint.chat_template is not None:
+        template = ChatTemplate(checkpoint.chat_template, special_tokens(checkpoint.path), str(checkpoint.path))
+    config = RuntimeConfig(
+        format=FORMAT,
+        onnxruntime=None,
+        kernels=None,
+        max_context=context,
+        max_batch=1,
+        vocabulary=checkpoint.geometry.vocabulary,
+        eos_token_ids=tuple(checkpoint.eos_token_ids),
+        bos_token_id=checkpoint.bos_token_id,
+        caches=(),
+        session=SessionOptions(None, False, {}),
+    )
+    return PromptEncoder(config, checkpoint.tokenizer, template)
+
+
 def _prompt(document: BehaviourDocument, encoder: PromptEncoder) -> ChatPrompt:
     fields: dict[str, Any] = {"tools": [dict(tool) for tool in document.tools]}
     use = tools.read(fields, encoder) if document.tools else None
@@ -134,29 +171,50 @@ def _prompt(document: BehaviourDocument, encoder: PromptEncoder) -> ChatPrompt:
 
 
 def ask(
-    side: ChatSide,
-    prompts: Sequence[ChatPrompt],
-    encoder: PromptEncoder,
-    progress: Callable[[int, int], None],
-    keep: Keep | None = None,
-) -> list[BehaviourAnswer]:
-    """Let a side answer, and read what it says as the server does."""
-    keep = keep or Keep()
-    said: list[list[int]] = []
+    side: ChatSide, prompts: Sequence[ChatPrompt], progress: Callable[[int, int], None], keep: Keep | None = None
+) -> list[list[int]]:
+    """Let a side answer: token ids, without those that end an answer."""
+    keep, said = keep or Keep(), list[list[int]]()
     for part in blocks(len(prompts), BLOCK):
         progress(part.start, len(prompts))
         asked = [(prompt.ids, prompt.document.max_tokens) for prompt in prompts[part]]
         said += keep.block("chats", asked, partial(_answers, side, asked))
     progress(len(prompts), len(prompts))
+    return said
+
+
+def read(
+    side: ChatSide,
+    prompts: Sequence[ChatPrompt],
+    said: Sequence[Sequence[int]],
+    encoder: PromptEncoder,
+    right: Sequence[Sequence[int]] | None = None,
+    keep: Keep | None = None,
+) -> list[BehaviourAnswer]:
+    """Read what a side said as the server does, and let it judge openings, and the checkpoint's answers, `right`."""
+    keep = keep or Keep()
     pairs = [(prompt.ids, opening) for prompt in prompts for opening in prompt.openings]
     scored = keep.block("openings", pairs, partial(side.score, pairs)) if pairs else []
     likelihoods = iter([value for value, _ in scored])
+    odds = [{}] * len(prompts) if right is None else _odds(side, prompts, right, encoder, keep)
     reasoning = answers_.reasoning_of(encoder)
     found = []
-    for prompt, ids in zip(prompts, said, strict=True):
+    for prompt, ids, sure in zip(prompts, said, odds, strict=True):
         margin = next(likelihoods) - next(likelihoods) if prompt.openings else None
-        found.append(read_answer(prompt, ids, encoder, reasoning, margin))
+        found.append(replace(read_answer(prompt, ids, encoder, reasoning), margin=margin, odds=sure))
     return found
+
+
+def _odds(
+    side: ChatSide, prompts: Sequence[ChatPrompt], right: Sequence[Sequence[int]], encoder: PromptEncoder, keep: Keep
+) -> list[dict[str, TokenOdds]]:
+    ended = [len(ids) < prompt.document.max_tokens for prompt, ids in zip(prompts, right, strict=True)]
+    end = encoder.config.eos_token_ids[:1]
+    texts = [
+        (prompt.ids, [*ids, *(end if last else ())]) for prompt, ids, last in zip(prompts, right, ended, strict=True)
+    ]
+    tools_ = [prompt.use is not None for prompt in prompts]
+    return decisive_tokens.measure(side, texts, DecisiveTokens.of(encoder), ended, tools_, keep)
 
 
 def _answers(side: ChatSide, asked: Sequence[tuple[list[int], int]]) -> list[list[int]]:
@@ -168,7 +226,6 @@ def read_answer(
     ids: Sequence[int],
     encoder: PromptEncoder,
     reasoning: Reasoning | HarmonyChannels | None,
-    margin: float | None,
 ) -> BehaviourAnswer:
     """Take an answer apart: thoughts, calls and text, by what serving reads them with."""
     cut_off = len(ids) >= prompt.document.max_tokens
@@ -189,5 +246,4 @@ def read_answer(
         thinking_open=thoughts is not None and thoughts.thinking,
         finish_reason="tool_calls" if reason == "tool_calls" else ("length" if cut_off else "stop"),
         tokens=len(ids),
-        margin=margin,
     )

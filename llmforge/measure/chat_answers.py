@@ -43,7 +43,7 @@ def answer(
     for at in range(0, len(names), BATCH):
         progress(at, len(names))
         batch = names[at : at + BATCH]
-        said = model.answers([prompts[name] for name in batch], MOST_TOKENS, ends)
+        said = model.answers([prompts[name] for name in batch], [MOST_TOKENS] * len(batch), ends)
         found |= dict(zip(batch, said, strict=True))
     progress(len(names), len(names))
     return found

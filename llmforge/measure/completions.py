@@ -1,4 +1,4 @@
-"""The one client of OpenAI-compatible servers: `POST /v1/completions` of one model. No retries.
+"""The one client of OpenAI-compatible servers: completions and chats of one model. No retries.
 
 Tasks (`served`), load (`load.endpoint`) and judgements (`logprobs`) ask through it.
 """
@@ -73,7 +73,7 @@ class Http:
 
 
 class Completions:
-    """`POST /v1/completions` of a server; `model` defaults to the first that it serves."""
+    """`POST /v1/completions` and `/v1/chat/completions`; `model` defaults to the first that a server has."""
 
     def __init__(self, server: HttpServer, model: str | None = None) -> None:
         """Raises as `Http.post`; EnvironmentLacks where no model is served, too."""
@@ -93,6 +93,10 @@ class Completions:
         if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
             raise RunFailed(f"{self.description}: an answer has no choices")
         return found
+
+    def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Let the model answer a chat, greedily unless `body` says otherwise; raises as `Http.post`."""
+        return self.http.post(f"{self._base}/v1/chat/completions", self._body(body))
 
     def events(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Ask for one completion as a stream, and yield its events as `Http.events`; the last one counts tokens."""

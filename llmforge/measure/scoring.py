@@ -17,9 +17,21 @@ from llmforge.serving import Runner, Sampling
 
 BATCH_BYTES = 256 << 20  # of the logits of one batch
 BATCH = 32  # prompts that the checkpoint answers at once
+NOT_FINITE = "the engine returned logits that are NaN or infinite"
 
 Pair = tuple[list[int], list[int]]  # context, not empty, and what follows it
 Likelihood = tuple[float, bool]  # nats of what follows; whether each token of it is the likeliest
+
+
+Reduce = Callable[[NDArray[np.float32], Sequence[int]], Any]  # of the logits [S, V] that tokens [S] are judged by
+
+
+class ReadingSide(Protocol):
+    """What reads given texts."""
+
+    def read(self, pairs: Sequence[Pair], reduce: Reduce) -> list[Any]:
+        """Give what `reduce` makes of what follows each context."""
+        ...
 
 
 class TaskSide(Protocol):
@@ -81,8 +93,12 @@ class EngineSide:
         self.longest = runner.config.max_context
 
     def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
+        """Say how likely what follows each context is."""
+        return self.read(pairs, likelihood)
+
+    def read(self, pairs: Sequence[Pair], reduce: Reduce) -> list[Any]:
         """Read pairs of about the same length together, as many as the engine has rows."""
-        found: dict[int, Likelihood] = {}
+        found: dict[int, Any] = {}
         order = sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i])))
         while order:
             batch = [order.pop()]  # the longest
@@ -91,7 +107,7 @@ class EngineSide:
             texts = [_read(pairs[i]) for i in batch]
             starts = [len(pairs[i][0]) - 1 for i in batch]
             for i, logits in zip(batch, self._runner.logits_after(texts, starts), strict=True):
-                found[i] = likelihood(logits, pairs[i][1])
+                found[i] = reduce(logits, pairs[i][1])
         return [found[i] for i in range(len(pairs))]
 
     def answer(self, ids: Sequence[int], tokens: int, until: Sequence[str]) -> str:
@@ -146,18 +162,22 @@ class CheckpointSide:
         return self._made[0]
 
     def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
+        """Say how likely what follows each context is."""
+        return self.read(pairs, likelihood)
+
+    def read(self, pairs: Sequence[Pair], reduce: Reduce) -> list[Any]:
         """Read each context once for all that follow it, as far as their logits fit `BATCH_BYTES`."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for place, (context, _) in enumerate(pairs):
             groups.setdefault(tuple(context), []).append(place)
-        found: dict[int, Likelihood] = {}
+        found: dict[int, Any] = {}
         for ids, places in groups.items():
             longest = max(len(pairs[place][1]) for place in places)
             row_bytes = self._baseline.vocabulary * np.dtype(np.float32).itemsize
             for part in blocks(len(places), max(1, BATCH_BYTES // (row_bytes * max(1, longest)))):
                 texts = [pairs[place][1] for place in places[part]]
                 logits = self._baseline.following(ids, texts)
-                found.update(zip(places[part], map(likelihood, logits, texts), strict=True))
+                found.update(zip(places[part], map(reduce, logits, texts), strict=True))
         return [found[place] for place in range(len(pairs))]
 
     def answers(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
@@ -166,8 +186,8 @@ class CheckpointSide:
         order = sorted(range(len(prompts)), key=lambda i: (counts[i], len(prompts[i])))
         for part in blocks(len(order), BATCH):
             rows = order[part]
-            said = self._baseline.answers([prompts[i] for i in rows], max(counts[i] for i in rows), self._ends)
-            found |= {i: before_end(row[: counts[i]], self._ends) for i, row in zip(rows, said, strict=True)}
+            said = self._baseline.answers([prompts[i] for i in rows], [counts[i] for i in rows], self._ends)
+            found |= {i: before_end(row, self._ends) for i, row in zip(rows, said, strict=True)}
         return [found[i] for i in range(len(prompts))]
 
     def answer(self, ids: Sequence[int], tokens: int, until: Sequence[str]) -> str:
@@ -193,7 +213,7 @@ def likelihood(logits: NDArray[np.float32], tokens: Sequence[int]) -> Likelihood
         return 0.0, True
     exact = logits.astype(np.float64)
     if not np.isfinite(exact).all():
-        raise InputError("the engine returned logits that are NaN or infinite")
+        raise InputError(NOT_FINITE)
     largest = exact.max(1)
     normalizer = largest + np.log(np.exp(exact - largest[:, None]).sum(1))
     own = exact[np.arange(len(tokens)), np.asarray(tokens)]

@@ -12,7 +12,8 @@ from llmforge.metrics.behaviour.document import FEWEST_OF_A_SLICE
 from llmforge.metrics.behaviour.results import PREFIX as BEHAVIOUR
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.metric import Measured, Metric, Sizes
-from llmforge.metrics.units import BITS, BYTES, NATS_A_TOKEN, RATIO, SHARE, TEXT
+from llmforge.metrics.retrieval import results as retrieval
+from llmforge.metrics.units import BITS, BYTES, CORRELATION, NATS_A_TOKEN, RATIO, SCORE, SHARE, TEXT
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,61 @@ class BehaviourMetric(Metric):
         return replace(self, name=f"{self.name}.{part}", title=f"{self.title}, {part}", part=part)
 
 
+@dataclass(frozen=True)
+class RetrievalMetric(Metric):
+    """What an embedder finds, or how a reranker orders, under `retrieval.NAME`."""
+
+    section = "retrieval"
+    decides = True
+
+    @property
+    def more(self) -> str:
+        """What gives more samples."""
+        return "use more queries: `validation.retrieval`"
+
+    def estimate(self, measured: Measured) -> Estimate | None:
+        """Read it; None where it was not measured."""
+        found = None if measured.retrieval is None else measured.retrieval.metrics.get(self.name)
+        return None if found is None else found.artifact
+
+
+@dataclass(frozen=True)
+class FoundMetric(RetrievalMetric):
+    """How well what is asked for is found, by the artifact and by its checkpoint."""
+
+    beside_checkpoint = True
+
+
 # fmt: off
+
+OF_RETRIEVAL: tuple[RetrievalMetric, ...] = (
+
+    FoundMetric(
+        f"{retrieval.PREFIX}{retrieval.NDCG}", "nDCG@10", SCORE, "higher",
+        meaning="of the first 10 passages for each query; of a reranker, among the candidates",
+    ),
+    FoundMetric(
+        f"{retrieval.PREFIX}{retrieval.RECALL}", "Recall@10", SHARE, "higher",
+        meaning="share of the passages that answer a query among its first 10",
+    ),
+    RetrievalMetric(
+        f"{retrieval.PREFIX}{retrieval.COSINE}_mean", "Cosine to the checkpoint, mean", CORRELATION, "higher",
+        meaning="of the embeddings of each query and passage",
+    ),
+    RetrievalMetric(
+        f"{retrieval.PREFIX}{retrieval.TAIL_COSINE}", "Cosine to the checkpoint, 1 % quantile", CORRELATION, "higher",
+        meaning="of the embeddings of each query and passage: 99 % are closer",
+    ),
+    RetrievalMetric(
+        f"{retrieval.PREFIX}{retrieval.SPEARMAN}", "Spearman's ρ to the checkpoint", CORRELATION, "higher",
+        meaning="of the scores of each query's candidates, mean over queries",
+    ),
+    RetrievalMetric(
+        f"{retrieval.PREFIX}{retrieval.KENDALL}", "Kendall's τ to the checkpoint", CORRELATION, "higher",
+        meaning="of the scores of each query's candidates, mean over queries",
+    ),
+
+)
 
 OF_BEHAVIOUR: tuple[BehaviourMetric, ...] = (
 
@@ -133,6 +188,7 @@ ARTIFACT: tuple[Metric, ...] = (
     SIZE_RATIO,
     WEIGHT_BITS,
     *OF_BEHAVIOUR,
+    *OF_RETRIEVAL,
     *(
         metric
         for name in RUNTIMES

@@ -18,7 +18,7 @@ from llmforge.base.errors import InputError
 from llmforge.base.plugins import Plugin
 from llmforge.base.wording import shown
 from llmforge.metrics import adapters
-from llmforge.metrics.artifact_metrics import ARTIFACT, BehaviourMetric, SizeMetric, TaskMetric
+from llmforge.metrics.artifact_metrics import ARTIFACT, BehaviourMetric, RetrievalMetric, SizeMetric, TaskMetric
 from llmforge.metrics.artifact_metrics import RuntimeMetric as RuntimeMetric
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Conditions, LatencyPoint, LoadTrial, TimedSide, Timing
@@ -79,6 +79,7 @@ Deciding = (
     | TaskMetric
     | AdapterMetric
     | BehaviourMetric
+    | RetrievalMetric
 )
 
 
@@ -209,7 +210,8 @@ def checkpoint_differences(measured: Measured) -> dict[str, Estimate]:
 def beside_checkpoint(measured: Measured) -> dict[str, ScoreFigures]:
     """Give the figures of what the checkpoint was asked as well, by the name of their metric."""
     scores = {name: score.figures for name, score in measured.scores.items()}
-    return scores if measured.behaviour is None else {**scores, **measured.behaviour.metrics}
+    behaviour = {} if measured.behaviour is None else measured.behaviour.metrics
+    return {**scores, **behaviour, **({} if measured.retrieval is None else measured.retrieval.metrics)}
 
 
 def point(prompt_tokens: int, artifact: TimedSide, baseline: TimedSide | None, conditions: Conditions) -> LatencyPoint:

@@ -11,6 +11,7 @@ from llmforge.metrics.behaviour.results import BehaviourResult
 from llmforge.metrics.intervals import SMALLEST_SAMPLE
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.quality import Quality
+from llmforge.metrics.retrieval.results import RetrievalResult
 from llmforge.metrics.tasks import Score, TaskResult
 from llmforge.metrics.units import Unit
 
@@ -35,6 +36,7 @@ class Measured:
     tasks: tuple[TaskResult, ...] = ()
     adapters: tuple[AdapterQuality, ...] = ()  # those that requests choose
     behaviour: BehaviourResult | None = None
+    retrieval: RetrievalResult | None = None
 
     @property
     def scores(self) -> dict[str, Score]:
@@ -46,7 +48,7 @@ class Measured:
 class Metric:
     """One figure of a report."""
 
-    section: ClassVar[Literal["quality", "latency", "runtimes", "tasks", "behaviour"] | None] = (
+    section: ClassVar[Literal["quality", "latency", "runtimes", "tasks", "behaviour", "retrieval"] | None] = (
         None  # of a recipe's `validation` that measures it
     )
     beside_checkpoint: ClassVar[bool] = False  # measured of the checkpoint, too: limits on changes hold against that

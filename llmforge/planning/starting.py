@@ -239,9 +239,15 @@ class _Lines:
         if plan.target.kind == "cpu":
             step = ". `llmforge plan` predicts times and speeds here"
         yield (
-            f"# Predicted: {size(build.memory_bytes)} of memory in a build; {size(plan.asked.memory.weights)} of "
+            f"# Predicted: {size(build.memory_bytes)} of memory in a build; {size(self._weight_bytes())} of "
             f"weights{step}."
         )
+
+    def _weight_bytes(self) -> int:
+        """Give the size of all weights: as it was counted with the chosen formats, else as a plan predicts it."""
+        formats = next((each.formats for _, each in self.proposed if each.formats is not None), None)
+        counted = None if formats is None or self.probed.costs is None else self.probed.costs.of(formats)
+        return self.planned.plan.asked.memory.weights if counted is None else counted.size_bytes
 
     def _head(self, has_device: bool) -> Iterator[str]:
         plan = self.planned.plan

@@ -8,6 +8,7 @@ from llmforge.recipe.json_schema import json_schema
 from llmforge.recipe.latency import LatencySpec, WorkloadSpec, WorkloadsSpec
 from llmforge.recipe.quality import QualitySpec
 from llmforge.recipe.recipe import Recipe
+from llmforge.recipe.retrieval import RetrievalSpec
 from llmforge.recipe.section import TASK_FILES
 from llmforge.recipe.serving import ServingSpec
 from llmforge.recipe.validation import ValidationSpec
@@ -23,6 +24,7 @@ __all__ = [
     "LatencySpec",
     "QualitySpec",
     "Recipe",
+    "RetrievalSpec",
     "ServingSpec",
     "ValidationSpec",
     "WorkloadSpec",

@@ -317,6 +317,8 @@ class Recipe(Section):
             plain["validation"]["tasks"] = [content(each) if isinstance(each, Path) else each for each in files]
         if (behaviour := self.validation.behaviour) is not None:
             plain["validation"]["behaviour"]["data"] = content(behaviour.file)
+        if (retrieval := self.validation.retrieval) is not None:
+            plain["validation"]["retrieval"]["data"] = retrieval.digest
         if used := self.plugins(passes):
             plain["plugins"] = {each.package.name: each.package.version for each in used}
         plain["passes"] = [{instance.name: options.values(instance)} for instance in passes] or [

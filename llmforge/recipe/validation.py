@@ -14,6 +14,7 @@ from llmforge.recipe.behaviour import BehaviourSpec
 from llmforge.recipe.engine import EngineSpec
 from llmforge.recipe.latency import LatencySpec
 from llmforge.recipe.quality import QualitySpec
+from llmforge.recipe.retrieval import RetrievalSpec
 from llmforge.recipe.section import Contradiction, Section, TaskName
 
 _ADD_QUALITY = "add `validation: {quality: …}`"
@@ -22,7 +23,7 @@ _ADD_QUALITY = "add `validation: {quality: …}`"
 class ValidationSpec(Section):
     """What to measure on the finished engine."""
 
-    newer: ClassVar[frozenset[str]] = frozenset({"runtimes", "tasks", "behaviour"})
+    newer: ClassVar[frozenset[str]] = frozenset({"runtimes", "tasks", "behaviour", "retrieval"})
 
     quality: QualitySpec | None = None
     latency: LatencySpec | None = None
@@ -41,11 +42,14 @@ class ValidationSpec(Section):
     behaviour: BehaviourSpec | None = Field(
         default=None, description="chats to answer, and what is held of their answers; requires a chat template"
     )
+    retrieval: RetrievalSpec | None = Field(
+        default=None, description="queries to find passages for; of an embedder or a reranker"
+    )
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is measured."""
-        return all(each is None for each in (self.quality, self.latency, self.tasks, self.behaviour))
+        return all(each is None for each in (self.quality, self.latency, self.tasks, self.behaviour, self.retrieval))
 
     @model_validator(mode="after")
     def _each_runtime_once(self) -> Self:

@@ -12,26 +12,27 @@ from llmforge.metrics.tasks import ScoreFigures
 
 Row = tuple[str, ...]
 
-TITLES: Row = ("FIGURE", "DOCUMENTS", "CHECKPOINT", "ARTIFACT", "DIFFERENCE", "95 % INTERVAL", "WORST SLICE")
-SLICE_TITLES: Row = ("SLICE", "DOCUMENTS", "CHECKPOINT", "ARTIFACT", "DIFFERENCE", "95 % INTERVAL")
+SIDES = ("Checkpoint", "Artifact")  # what is held against, and what is measured
+_MEASURED = ("DIFFERENCE", "95 % INTERVAL")
 
 
-def rows(found: BehaviourResult) -> list[Row]:
+def rows(found: BehaviourResult, sides: tuple[str, str] = SIDES) -> list[Row]:
     """Write every figure as a row, the titles first."""
-    made = [TITLES]
+    made: list[Row] = [("FIGURE", "DOCUMENTS", *map(str.upper, sides), *_MEASURED, "WORST SLICE")]
     for name, outcome in found.outcomes.items():
         metric = catalog.named(f"{PREFIX}{name}")
         made.append((metric.title, *_cells(metric, outcome.figures), _worst(metric, outcome)))
     return made
 
 
-def slice_rows(found: BehaviourResult) -> list[Row]:
+def slice_rows(found: BehaviourResult, sides: tuple[str, str] = SIDES) -> list[Row]:
     """Write the checks of each slice as a row, the titles first; {} where no document has any."""
     outcome = found.outcomes.get(CHECKS)
     if outcome is None:
         return []
     metric = catalog.named(f"{PREFIX}{CHECKS}")
-    return [SLICE_TITLES, *((name, *_cells(metric, figures)) for name, figures in sorted(outcome.slices.items()))]
+    titles = ("SLICE", "DOCUMENTS", *map(str.upper, sides), *_MEASURED)
+    return [titles, *((name, *_cells(metric, figures)) for name, figures in sorted(outcome.slices.items()))]
 
 
 def title(name: str) -> str:

@@ -9,8 +9,9 @@ from llmforge.metrics import units
 from llmforge.metrics.quality_metrics import QUALITY
 from llmforge.metrics.served_quality import BoundedFigure, ServedQuality
 from llmforge.metrics.serving import Distribution
-from llmforge.report import release_text, render, view
+from llmforge.report import behaviour, release_text, render, view
 
+SIDES = ("Reference", "Endpoint")
 _METRICS = {metric.name: metric for metric in QUALITY}
 _WAYS = {
     "prompt_logprobs": "log-probabilities of prompts",
@@ -88,11 +89,18 @@ def text(made: EndpointJudgement) -> list[str]:
         lines += filter(None, [incomplete(made.quality)])
     if made.unmeasured is not None:
         lines.append(f"quality was not measured: {made.unmeasured}")
+    if made.behaviour is not None:
+        lines.append(f"{len(made.behaviour.documents)} chats; of the reference, of the endpoint, difference:")
+        lines += [f"{title}: {there}, {here}, {moved}" for title, _, there, here, moved, *_ in _behaviour_rows(made)]
     for name, p50, p95, p99 in latency_rows(made)[1:]:
         lines.append(f"{name}: p50 {p50}, p95 {p95}, p99 {p99}, one request at a time")
     if made.reference is not None and made.answers:
         lines.append(f"{made.equal_answers} of {len(made.answers)} greedy answers are the same")
     return [*lines, *(f"note: {note}" for note in made.notes)]
+
+
+def _behaviour_rows(made: EndpointJudgement) -> list[behaviour.Row]:
+    return [] if made.behaviour is None else behaviour.rows(made.behaviour, SIDES)[1:]
 
 
 def junit(made: EndpointJudgement) -> str:
@@ -118,4 +126,7 @@ def page(made: EndpointJudgement) -> str:
         method=None if quality is None else method(quality),
         incomplete=None if quality is None else incomplete(quality),
         latency=latency_rows(made),
+        report=made,
+        behaviour=behaviour,
+        sides=SIDES,
     )

@@ -22,7 +22,7 @@ from llmforge.gates.records import Report
 from llmforge.metrics import catalog, latency_metrics, units
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.metric import Measured
-from llmforge.report import behaviour, by_layer, charts, load_charts, top, view
+from llmforge.report import behaviour, by_layer, charts, load_charts, retrieval, top, view
 
 _STYLES = {
     Verdict.PASS: "bold green",
@@ -179,6 +179,7 @@ def _render(
         "load_charts": load_charts,
         "by_layer": by_layer,
         "behaviour": behaviour,
+        "retrieval": retrieval,
         "view": view,
         "explained": top.explained,
         "recipe": json.dumps(report.recipe, indent=2, ensure_ascii=False),
@@ -200,7 +201,14 @@ def prepare() -> None:
     for name in _environment(True, None).list_templates(extensions=["jinja"]):
         if name.startswith("sections/") or name in ("report.html.jinja", "page.jinja", "charts.jinja", "style.jinja"):
             _environment(True, None).get_template(name)
-    for name in ("report.md.jinja", "runtimes.md.jinja", "tasks.md.jinja", "behaviour.md.jinja", "card.md.jinja"):
+    for name in (
+        "report.md.jinja",
+        "runtimes.md.jinja",
+        "tasks.md.jinja",
+        "behaviour.md.jinja",
+        "retrieval.md.jinja",
+        "card.md.jinja",
+    ):
         _environment(False, _markdown_escaped).get_template(name)
 
 

@@ -109,7 +109,7 @@ class TextEncoder:
             UsageError: as `encode`.
         """
         for text in texts:
-            _unicode(text)
+            check_unicode(text)
         # The tokenizer lets other threads run while it works on a batch, and no thread while it works on a text.
         found: list[Encoding] = self.tokenizer.encode_batch(list(texts), add_special_tokens=special)
         return found
@@ -164,7 +164,7 @@ class PromptEncoder(TextEncoder):
             UsageError: one is longer than `most_bytes`, or as `TextEncoder.tokenized`.
         """
         for text in texts:
-            if len(text) > self.most_bytes or len(_unicode(text)) > self.most_bytes:
+            if len(text) > self.most_bytes or len(check_unicode(text)) > self.most_bytes:
                 raise UsageError(
                     f"the prompt has {len(text):,} characters; {self.config.max_context:,} tokens of context hold at "
                     f"most {self.most_bytes:,} bytes"
@@ -172,13 +172,17 @@ class PromptEncoder(TextEncoder):
         return super().tokenized(texts, special=special)
 
 
-def _unicode(text: str) -> bytes:
-    """Encode `text`, or refuse halves of characters, which bytes that are no UTF-8 and JSON's escapes can leave."""
+def check_unicode(text: str, what: str = "the prompt") -> bytes:
+    """Encode `text`.
+
+    Raises:
+        UsageError: it holds halves of characters, which bytes that are no UTF-8 and JSON's escapes can leave.
+    """
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise UsageError(
-            f"the prompt: character {error.start} is an unpaired surrogate", hint="use valid UTF-8 text"
+            f"{what}: character {error.start} is an unpaired surrogate", hint="use valid UTF-8 text"
         ) from error
 
 

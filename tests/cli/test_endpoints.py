@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import threading
@@ -77,6 +78,51 @@ def test_what_an_artifact_serves_is_itself(served: Served, tmp_path: Path) -> No
     again = CliRunner().invoke(cli, ["judge", "--verify", str(tmp_path / "judged"), "--json"])
     assert again.exit_code == 0, again.output
     assert again.output.strip() == record.read_text().strip()
+
+
+def test_chats_are_answered_by_both_and_decide(served: Served, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    asked = [{"messages": [{"role": "user", "content": f"Say {number}."}], "max_tokens": 6} for number in range(20)]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    chats.write_text("".join(json.dumps(each) + "\n" for each in [*asked, {**asked[0], "id": "t", "tools": [tool]}]))
+    file = gates(tmp_path, {"behaviour.length_change": {"max": 0.3}, "behaviour.loops": {"rise_max": 0.5}})
+    options = ("--reference", served.artifact, "--gates", file, "--behaviour", chats)
+    result = served.judge(*options, "-o", tmp_path / "judged")
+    assert result.exit_code == 0, result.output
+    assert "20 chats; of the reference, of the endpoint, difference:" in result.output
+    assert "note: behaviour: 1 of 21 documents are left out (t)" in result.output
+    page = (tmp_path / "judged" / "report.html").read_text()
+    assert "Endpoint and reference answered the same 20 chats" in page
+    assert "Chats side by side" in page
+    assert CliRunner().invoke(cli, ["judge", "--verify", str(tmp_path / "judged")]).exit_code == 0
+    (record,) = (tmp_path / "judged" / "evidence").glob("*.json")
+    forged = json.loads(record.read_text())
+    forged["behaviour"]["outcomes"]["length_change"]["figures"]["artifact"]["value"] = -1.0
+    text = json.dumps(forged)
+    record.unlink()
+    name = hashlib.sha256(text.encode()).hexdigest()
+    (record.parent / f"{name}.json").write_text(text)
+    refused = CliRunner().invoke(cli, ["judge", "--verify", str(tmp_path / "judged")])
+    assert "length_change" in refused.output
+    alone = served.judge("--tokenizer", served.artifact, "--behaviour", chats, "--json")
+    assert set(json.loads(alone.output)["behaviour"]["outcomes"]) == {"loops", "ended"}
+
+
+@pytest.mark.thorough
+def test_chats_are_held_against_a_checkpoint_and_another_server(
+    served: Served, sample_checkpoint: Path, tmp_path: Path
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    lines = [{"messages": [{"role": "user", "content": f"Say {n}."}], "max_tokens": 4} for n in range(8)]
+    chats.write_text("".join(json.dumps(each) + "\n" for each in lines))
+    for options in (("--reference", sample_checkpoint), ("--reference", served.url, "--tokenizer", served.artifact)):
+        result = served.judge(*options, "--behaviour", chats, "--json")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.output)["behaviour"]
+        assert set(found["outcomes"]) == {"loops", "ended", "length_change"}
+        assert len(found["documents"]) == 8
+        same = all(each["baseline"] == each["artifact"] for each in found["chats"])
+        assert same is (options[1] == served.url)  # the artifact's weights are not the checkpoint's
 
 
 def test_a_gate_that_fails_ends_as_gate_does(served: Served, tmp_path: Path) -> None:

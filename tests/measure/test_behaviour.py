@@ -45,7 +45,7 @@ def read(runner: Runner, text: str, **more: Any) -> Any:
     """Read `text` as an answer."""
     prompts, _ = behaviour.prepare([document(**{"max_tokens": 200, **more})], runner)
     ids = runner.tokenizer.encode(text, add_special_tokens=False).ids
-    return behaviour.read_answer(prompts[0], ids, runner, reasoning_of(runner), None)
+    return behaviour.read_answer(prompts[0], ids, runner, reasoning_of(runner))
 
 
 def test_answers_many_at_a_time_are_those_that_each_prompt_gets_alone(runner: Runner) -> None:
@@ -72,7 +72,12 @@ def test_an_engine_and_its_checkpoint_answer_the_same_chats(runner: Runner, samp
     assert "1 of 7 documents are left out (chat-9)" in note
     assert "not shown" in note or "cannot be read" in note
     assert (found.engine, found.baseline is None) == ("small engine", False)
-    assert {"checks", "refusal", "refusal_margin", "loops", "ended", "length_change"} == set(found.outcomes)
+    alike = {"answer_odds", "end_shift"}  # the checkpoint's answers, read by both
+    assert {"checks", "refusal", "refusal_margin", "loops", "ended", "length_change", *alike} == set(found.outcomes)
+    assert min(found.outcomes["end_shift"].artifact) > 0  # its weights are others
+    own = found.outcomes["answer_odds"]
+    assert own.baseline is not None
+    assert all(there > here for there, here in zip(own.baseline, own.artifact, strict=True))
     margin = found.outcomes["refusal_margin"]
     assert margin.documents == (1, 3, 5)
     baseline = Baseline(Checkpoint.open(sample_checkpoint), threads=1)
@@ -111,13 +116,13 @@ def test_thoughts_are_read_and_counted_as_the_server_does(runner: Runner, marks:
     encoder = PromptEncoder(runner.config, tokenizer, runner.template)
     (prompt,), _ = behaviour.prepare([document(max_tokens=200)], encoder)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
-    made = behaviour.read_answer(prompt, ids, encoder, reasoning_of(encoder), None)
+    made = behaviour.read_answer(prompt, ids, encoder, reasoning_of(encoder))
     assert (made.reasoning, made.text, made.thinking_open) == ("Let me see.", "One, two.", False)
     thought = text[: text.index("see.") + len("see.")]
     assert made.reasoning_tokens is not None
     inside = len(tokenizer.encode(thought, add_special_tokens=False).ids)
     assert 3 < made.reasoning_tokens <= inside + 1  # with the tags, where there are some
-    cut = behaviour.read_answer(prompt, ids[: inside - 1], encoder, reasoning_of(encoder), None)
+    cut = behaviour.read_answer(prompt, ids[: inside - 1], encoder, reasoning_of(encoder))
     assert cut.thinking_open
 
 

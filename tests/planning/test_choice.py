@@ -106,6 +106,7 @@ def test_limits_stand_above_what_is_predicted(tmp_path: Path) -> None:
     assert "# Measured, KLD on 1,024 tokens of weights rounded to nearest: 5 bits 0.073, 6 bits 0.026, 8 bits" in text
     assert "# method: importance weighs errors by what layers read, which leaves 0.6 of that or less." in text
     assert "Budgets and gates stand at 2 times what that predicts" in text
+    assert f"{SIZES[6] / 1e6:.1f} MB of weights" in text, "as counted, where types of a file are others than asked for"
     calibration = found.calibration
     assert calibration is not None
     assert (calibration.samples, calibration.length) == (2, 512), "read once, forwards: few tokens do"

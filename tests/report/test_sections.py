@@ -5,11 +5,16 @@ from __future__ import annotations
 import html as entities
 import re
 
+import numpy as np
+
 from llmforge.gates.records import Report
 from llmforge.metrics.adapters import AdapterQuality
 from llmforge.metrics.behaviour import results
 from llmforge.metrics.behaviour.answer import BehaviourAnswer
 from llmforge.metrics.behaviour.document import BehaviourDocument
+from llmforge.metrics.retrieval import results as retrieval
+from llmforge.metrics.retrieval.corpus import RetrievalCorpus
+from llmforge.metrics.retrieval.results import Side
 from llmforge.metrics.tasks import Score, TaskResult
 from llmforge.report import behaviour, render, view
 
@@ -137,6 +142,32 @@ def test_behaviour_has_a_row_for_each_figure_and_slice_and_chats_side_by_side() 
     assert "<b>no</b>" not in page
     assert "part-0, -10.0 %" in render.to_markdown(report).replace("\\", "")
     assert "Behaviour" not in render.to_markdown(reports.make())
+
+
+def test_retrieval_has_a_row_for_each_figure() -> None:
+    texts = tuple(f"text {i}" for i in range(20))
+    corpus = RetrievalCorpus(texts, texts, tuple(frozenset({i}) for i in range(20)))
+    made = np.eye(20, dtype=np.float32)
+    worse = made.copy()
+    worse[0, :2] = 0.6, 0.8
+    sides = [Side(list(each), np.concatenate([each, made])) for each in (worse, made)]
+    report = reports.make(retrieval=retrieval.measured(corpus, None, *sides, engine="engine", baseline="checkpoint"))
+    page, markdown = rows(section(render.to_html(report), "retrieval")), render.to_markdown(report)
+    assert page[0][:3] == ["nDCG@10", "1.0000", "0.9815"]
+    assert page[0][4] == "-0.0185"
+    assert [row[0] for row in page[2:]] == ["Cosine to the checkpoint, mean", "Cosine to the checkpoint, 1 % quantile"]
+    assert page[2][1:3] == ["–", "0.99000"]
+    assert "embedded the same 20 queries and 20 passages" in markdown
+    assert "| nDCG@10 | 1.0000 | 0.9815 |" in markdown
+    pairs = [Side(list(each[:, :4])) for each in (worse, made)]
+    chosen = [[0, 1, 2, 3]] * 20
+    corpus = RetrievalCorpus(texts, texts, tuple(frozenset({i % 4}) for i in range(20)))
+    ranked = retrieval.measured(corpus, chosen, *pairs, engine="engine", baseline="checkpoint")
+    report = reports.make(retrieval=ranked)
+    assert [row[0] for row in rows(section(render.to_html(report), "retrieval"))] == [
+        "nDCG@10", "Spearman's ρ to the checkpoint", "Kendall's τ to the checkpoint",
+    ]  # fmt: skip
+    assert "Retrieval" not in render.to_markdown(reports.make())
 
 
 def test_a_task_that_got_better_has_a_plus() -> None:

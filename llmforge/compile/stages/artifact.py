@@ -64,6 +64,7 @@ def _report(state: CompileState, manifest: Manifest) -> Report:
         tasks=found.tasks,
         adapters=found.adapters,
         behaviour=found.behaviour,
+        retrieval=found.retrieval,
         engine=state.engine_record,
         build=state.clock.record(state.reused),
         machine=machine.describe(),

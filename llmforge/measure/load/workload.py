@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from llmforge.checkpoint.documents import read_lines
 
 MOST_TOKENS = 2**24  # of a prompt or an answer: no engine holds more
 LATEST_S = 1e7  # at which a request arrives: four months
+MOONCAKE_BLOCK = 512  # tokens of a hash in Mooncake's traces, where a line names no `block_size`
 Encode = Callable[[str], list[int]]
 
 
@@ -117,16 +118,29 @@ def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -
 
     Prompts of a given length are taken from `prompts`. Lines are in order of arrival. Blank lines are skipped.
 
+    Lines in the form of Mooncake's traces, as `llmforge serve --record` writes them, are read as well: `{"timestamp":
+    ms, "input_length", "output_length", "hash_ids"}`, in any order. The first to arrive comes at 0, and equal hashes
+    give equal blocks of a prompt; `"prompt"` is used where it is there.
+
     Raises:
         DataError: the file cannot be read, is empty, or a line is not such an object; names the line.
     """
     rng = np.random.default_rng(seed)
     made: list[LoadRequest] = []
+    recorded = False  # in Mooncake's form
     for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
-        entry = _entry(line, where)
+        entry = small_file.parse_json(line, where, error=DataError)
+        mooncake = isinstance(entry, dict) and "timestamp" in entry
+        if made and mooncake != recorded:
+            raise DataError(f"{where}: has another form than the lines before it", hint="use `at_s` or `timestamp`")
+        recorded = mooncake
+        if mooncake:
+            made.append(_recorded(entry, where, encode, prompts, (seed, number)))
+            continue
+        _check(entry, where)
         at = float(entry["at_s"])
         if made and made[-1].at_s is not None and at < made[-1].at_s:
             raise DataError(f"{where}: at_s {at:g} comes after {made[-1].at_s:g}", hint="sort the lines by at_s")
@@ -134,11 +148,41 @@ def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -
         made.append(LoadRequest(prompt, entry["output_tokens"], at))
     if not made:
         raise DataError(f"{path}: contains no requests")
-    return made
+    if not recorded:
+        return made
+    made.sort(key=lambda each: each.at_s or 0.0)
+    first = made[0].at_s or 0.0
+    return [replace(each, at_s=(each.at_s or 0.0) - first) for each in made]
 
 
-def _entry(line: str, where: str) -> dict[str, Any]:
-    entry = small_file.parse_json(line, where, error=DataError)
+def _recorded(
+    entry: Mapping[str, Any], where: str, encode: Encode, prompts: Prompts, seed: tuple[int, int]
+) -> LoadRequest:
+    """Make the request of a line in Mooncake's form; what no hash covers of a prompt is drawn by the line's number."""
+    at, output, block = entry["timestamp"], entry.get("output_length"), entry.get("block_size", MOONCAKE_BLOCK)
+    if type(at) not in (int, float) or not 0 <= at <= LATEST_S * 1e3:
+        raise DataError(f"{where}: timestamp is {shown(at)}; expected milliseconds, from 0 to {LATEST_S * 1e3:g}")
+    for name, value in (("output_length", output), ("block_size", block)):
+        if type(value) is not int or not 1 <= value <= MOST_TOKENS:
+            raise DataError(f"{where}: {name} is {shown(value)}; expected a whole number from 1 to {MOST_TOKENS}")
+    text = entry.get("prompt")
+    if isinstance(text, str) and text:
+        return LoadRequest(tuple(encode(text)), int(output or 1), at / 1e3)
+    length, hashes = entry.get("input_length"), entry.get("hash_ids", [])
+    if type(length) is not int or not 1 <= length <= MOST_TOKENS:
+        raise DataError(f"{where}: input_length is {shown(length)}; expected a whole number from 1 to {MOST_TOKENS}")
+    if not isinstance(hashes, list) or not all(type(each) is int and each >= 0 for each in hashes):
+        raise DataError(f"{where}: hash_ids is {shown(hashes)}; expected a list of whole numbers, none below 0")
+    if (len(hashes) - 1) * block >= length:
+        raise DataError(f"{where}: {len(hashes)} hash_ids of {block} tokens; input_length is {length}")
+    blocks = [prompts.take(block, np.random.default_rng([seed[0], each])) for each in hashes]
+    rest = max(0, length - len(hashes) * block)
+    if rest:
+        blocks.append(prompts.take(rest, np.random.default_rng(seed)))
+    return LoadRequest(tuple(token for each in blocks for token in each)[:length], int(output or 1), at / 1e3)
+
+
+def _check(entry: Any, where: str) -> None:
     wanted = 'expected {"at_s": seconds, "prompt_tokens": count or "prompt": text, "output_tokens": count}'
     if not isinstance(entry, dict):
         raise DataError(f"{where}: {type(entry).__name__}; {wanted}")
@@ -152,7 +196,6 @@ def _entry(line: str, where: str) -> dict[str, Any]:
     for name in ("prompt_tokens", "output_tokens"):
         if name in entry and (type(entry[name]) is not int or not 1 <= entry[name] <= MOST_TOKENS):
             raise DataError(f"{where}: {name} is {shown(entry[name])}; expected a whole number from 1 to {MOST_TOKENS}")
-    return entry
 
 
 def longest(load: Sequence[LoadRequest]) -> int:

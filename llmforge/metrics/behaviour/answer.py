@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+OWN, ENDS, CALLS, THOUGHTS, BRACKETS = "own", "ends", "calls", "thoughts", "brackets"  # kinds of tokens with odds
 
 
 @dataclass(frozen=True)
@@ -12,6 +15,14 @@ class MadeCall:
 
     name: str
     arguments: str
+
+
+@dataclass(frozen=True)
+class TokenOdds:
+    """ln p/(1-p) of tokens of one kind along the baseline's answer: means over its places; None: there are none."""
+
+    due: float | None  # where the baseline says such a token
+    elsewhere: float | None
 
 
 @dataclass(frozen=True)
@@ -27,6 +38,8 @@ class BehaviourAnswer:
         finish_reason: as OpenAI's API has it; `length`: it was cut off.
         tokens: of the whole answer.
         margin: ln p(first opening) less ln p(second opening) of a document that names two; None: not measured.
+        odds: how sure of the baseline's answer who made this one is: of its `OWN` tokens, and of those that end it,
+            open a call, end thoughts, hold a bracket; as far as they were measured.
     """
 
     text: str
@@ -37,3 +50,4 @@ class BehaviourAnswer:
     finish_reason: Literal["stop", "length", "tool_calls"] = "stop"
     tokens: int = 0
     margin: float | None = None
+    odds: Mapping[str, TokenOdds] = field(default_factory=dict)

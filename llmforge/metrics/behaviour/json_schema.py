@@ -1,7 +1,8 @@
 """Hold JSON to a schema: the keywords of JSON Schema that tools and answers use; others are refused, not skipped.
 
 https://json-schema.org/draft/2020-12/json-schema-validation. Numbers count as integers where they have no fraction,
-true and false are no numbers, and `pattern` is searched for, by Python's `re`.
+true and false are no numbers, and `pattern` is searched for, by Python's `re`. Chats are judged by installations that
+serve, too (`judge` against an artifact), which have no library for that; tests hold this to `jsonschema`.
 """
 
 from __future__ import annotations

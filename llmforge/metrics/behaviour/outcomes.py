@@ -7,8 +7,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
+from llmforge.metrics.behaviour import answer as answers
 from llmforge.metrics.behaviour import json_schema
 from llmforge.metrics.behaviour.answer import BehaviourAnswer
 from llmforge.metrics.behaviour.document import BehaviourDocument
@@ -196,6 +198,21 @@ def _length_change(
     return None if theirs is None else abs(math.log((1 + answer.tokens) / (1 + theirs.tokens)))
 
 
+def _own_odds(document: BehaviourDocument, answer: BehaviourAnswer, theirs: BehaviourAnswer | None) -> float | None:
+    own = answer.odds.get(answers.OWN)
+    return None if own is None else own.due
+
+
+def _shift(
+    kind: str, document: BehaviourDocument, answer: BehaviourAnswer, theirs: BehaviourAnswer | None
+) -> float | None:
+    here, there = answer.odds.get(kind), None if theirs is None else theirs.odds.get(kind)
+    if here is None or there is None:
+        return None
+    pairs = ((here.due, there.due), (here.elsewhere, there.elsewhere))
+    return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=None)
+
+
 CHECKS = "checks"
 
 # fmt: off
@@ -250,6 +267,23 @@ OUTCOMES: tuple[Outcome, ...] = (
     Outcome(
         "length_change", "Change of length", NATS, "lower", _length_change,
         "mean |ln(tokens of the artifact's answer / tokens of the baseline's)|; 0: all are as long",
+    ),
+    Outcome(
+        "answer_odds", "Odds of the answer", NATS_MOVED, "higher", _own_odds,
+        "mean ln p/(1-p) of the tokens of the baseline's answer, but for the one that ends it",
+    ),
+    *(
+        Outcome(
+            f"{name}_shift", f"Shift of {what}", NATS, "lower", partial(_shift, kind),
+            f"mean of how far ln p/(1-p) of {tokens} moved along the baseline's answer, where one is due or "
+            "elsewhere, whichever is further",
+        )
+        for name, kind, what, tokens in (
+            ("end", answers.ENDS, "ends", "the tokens that end it"),
+            ("call", answers.CALLS, "calls", "the token that opens a call"),
+            ("thinking", answers.THOUGHTS, "ends of thoughts", "the token that ends thoughts"),
+            ("bracket", answers.BRACKETS, "brackets", "tokens with a bracket of JSON"),
+        )
     ),
 )
 

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmforge.base.errors import UsageError
 from llmforge.serving.http.limits import RATE_HEADERS, ApiKey, Client
+from llmforge.serving.http.recording import Recorder
 from llmforge.serving.http.responses import error_body
 from llmforge.serving.http.telemetry import UNTRACED, RequestSpan, Telemetry
 
@@ -64,6 +65,7 @@ class ServerState:
     draining: bool = False
     active: int = 0
     clients: Sequence[Client] = ()  # one of each key
+    recorder: Recorder | None = None  # of finished answers
 
 
 class AuthMiddleware:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import json
@@ -10,10 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, TypeVar
 
-from anyio import CapacityLimiter, to_thread
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -22,28 +18,25 @@ from starlette.types import Receive, Scope, Send
 from llmforge.base.errors import ForgeError, Unavailable, UsageError
 from llmforge.serving.http import bodies, openapi, responses_call
 from llmforge.serving.http.access import ServerState
+from llmforge.serving.http.body_reader import BodyReader
 from llmforge.serving.http.call_stream import CallStream
 from llmforge.serving.http.completion_call import CompletionCall, adapter_of, chat_call, served, text_call
-from llmforge.serving.http.limits import Client, RateLimited
-from llmforge.serving.http.metrics import ServerMetrics
+from llmforge.serving.http.limits import Client
+from llmforge.serving.http.metrics import PROMETHEUS_TEXT, ServerMetrics
+from llmforge.serving.http.refusals import CLIENT_LEFT, HANDLERS, check_draining, watched
 from llmforge.serving.http.responses import ResponseWriter, error_body, status
 from llmforge.serving.http.responses_call import ResponsesCall
 from llmforge.serving.http.responses_output import ResponsesWriter
 from llmforge.serving.http.telemetry import RequestSpan
 from llmforge.serving.interface import Serving
 from llmforge.serving.prompts import PromptEncoder
-from llmforge.serving.protocol import client_json, reasoning, tools
+from llmforge.serving.protocol import reasoning, tools
 from llmforge.serving.protocol.client_json import JsonLimits
 from llmforge.serving.protocol.messages import encode_messages
 from llmforge.serving.request import Chunk, Usage
 from llmforge.serving.token_bytes import TokenBytes
 
-SMALL_BODY = 32 << 10  # bytes; the texts of longer ones take long to tokenize, and wait for each other only
-LONG_READERS, READERS = 2, 16  # threads that read long bodies, and others
-RETRY_AFTER_S = 1  # a queue that is full moves within about this time
-CLIENT_LEFT = 499  # nginx's status of a request whose client went away; nobody reads it
 T = TypeVar("T")
-PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def create_app(engine: Serving, model: str, state: ServerState | None = None) -> Starlette:
@@ -67,8 +60,7 @@ def create_app(engine: Serving, model: str, state: ServerState | None = None) ->
         Route("/openapi.json", server.openapi),
     ]
     server.document = openapi.document(routes)
-    handlers = {ForgeError: _refusal, HTTPException: _not_served, ClientDisconnect: _client_left}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    return Starlette(routes=routes, exception_handlers=HANDLERS)
 
 
 class _Endpoints:
@@ -79,9 +71,8 @@ class _Endpoints:
         self._created = int(time.time())
         self._metrics = ServerMetrics(engine, state)
         self._token_bytes = TokenBytes(engine.encoder.tokenizer)
-        self._limits = JsonLimits.of(engine.encoder)
+        self._bodies = BodyReader(JsonLimits.of(engine.encoder))
         self.document: dict[str, Any] = {}
-        self._long, self._short = CapacityLimiter(LONG_READERS), CapacityLimiter(READERS)
 
     async def complete(
         self, parse: Callable[[Any, PromptEncoder, str], CompletionCall], http: HttpRequest
@@ -135,16 +126,18 @@ class _Endpoints:
         span: RequestSpan | None = known.get("span")
         client: Client | None = known.get("client")
         try:
-            self._check_draining()
+            check_draining(self._state)
             with contextlib.ExitStack() as refused:
                 if client is not None:
                     client.begin()
                     refused.callback(client.end)
-                data = await bodies.read(http, self._limits)
-                call, more = await self._in_thread(data, parse)
+                data = await bodies.read(http, self._bodies.limits)
+                call, more = await self._bodies.work(data, parse)
                 if span is not None:
                     span.call(call)
-                sequences = CallStream(self._engine, call, self._metrics, span, client)
+                recorder = self._state.recorder
+                recording = None if recorder is None else recorder.begin(call)
+                sequences = CallStream(self._engine, call, self._metrics, span, client, recording)
                 refused.pop_all()
             await sequences.submit()
         except ForgeError as error:
@@ -175,7 +168,7 @@ class _Endpoints:
                 raise UsageError("prompt: expected a string")
             return encoder.encode(body["prompt"])
 
-        ids = await self._in_thread(await bodies.read(http, self._limits), encode)
+        ids = await self._bodies.work(await bodies.read(http, self._bodies.limits), encode)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": encoder.config.max_context})
 
     async def detokenize(self, http: HttpRequest) -> Response:
@@ -191,13 +184,8 @@ class _Endpoints:
             (text,) = encoder.tokenizer.decode_batch([ids], skip_special_tokens=False)
             return str(text)
 
-        text = await self._in_thread(await bodies.read(http, self._limits), decode)
+        text = await self._bodies.work(await bodies.read(http, self._bodies.limits), decode)
         return JSONResponse({"prompt": text})
-
-    async def _in_thread(self, data: bytes, do: Callable[[Any], T]) -> T:
-        """Parse a body and do something with it, in a thread: others' streams go on meanwhile."""
-        limiter = self._long if len(data) > SMALL_BODY else self._short
-        return await to_thread.run_sync(lambda: do(client_json.parse(data, self._limits, "the body")), limiter=limiter)
 
     async def health(self, http: HttpRequest) -> Response:
         """Say whether the engine lives: a server that is not healthy wants to be started anew."""
@@ -207,15 +195,11 @@ class _Endpoints:
 
     async def ready(self, http: HttpRequest) -> Response:
         """Say whether the next request is likely to be taken: one that is not ready wants to be left alone."""
-        self._check_draining()
+        check_draining(self._state)
         stats, most = self._engine.stats(), self._engine.options.max_queue
         if most and stats.waiting >= most:
             raise Unavailable(f"the queue is full: {most} requests are waiting")
         return await self.health(http)
-
-    def _check_draining(self) -> None:
-        if self._state.draining:
-            raise Unavailable("the server is shutting down")
 
     async def metrics_text(self, http: HttpRequest) -> Response:
         return Response(self._metrics.exposition(), media_type=PROMETHEUS_TEXT)
@@ -302,37 +286,8 @@ def _event(value: dict[str, Any]) -> bytes:
 @contextlib.asynccontextmanager
 async def _cancelled_on_disconnect(receive: Receive, sequences: CallStream) -> AsyncIterator[None]:
     """Abandon the sequences if the client leaves, and at the end in any case."""
-
-    async def wait_for_disconnect() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        sequences.abandon()
-
-    watch = asyncio.create_task(wait_for_disconnect())
-    try:
-        yield
-    finally:
-        sequences.abandon()
-        watch.cancel()
-
-
-def _refusal(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, ForgeError)
-    headers = {}
-    if isinstance(error, Unavailable):
-        headers["Retry-After"] = str(error.retry_s if isinstance(error, RateLimited) else RETRY_AFTER_S)
-    if isinstance(error, client_json.TooLarge | bodies.TooSlow):
-        headers["Connection"] = "close"  # what still comes of the body is not waited for
-    return JSONResponse(error_body(error), status(error), headers)
-
-
-def _not_served(http: HttpRequest, error: Exception) -> Response:
-    """Say in JSON what Starlette says in plain text: that there is no such path, or no such method there."""
-    assert isinstance(error, HTTPException)
-    what = {404: f"there is no {http.url.path} here", 405: f"{http.url.path} does not take {http.method}"}
-    body = error_body(UsageError(what.get(error.status_code, error.detail)))
-    return JSONResponse(body, error.status_code, error.headers)
-
-
-def _client_left(http: HttpRequest, error: Exception) -> Response:
-    return Response(status_code=CLIENT_LEFT)
+    async with watched(receive, sequences.abandon):
+        try:
+            yield
+        finally:
+            sequences.abandon()

@@ -15,6 +15,7 @@ from llmforge.base.errors import ForgeError, Unavailable
 from llmforge.serving.http.completion_call import CompletionCall
 from llmforge.serving.http.limits import Client
 from llmforge.serving.http.metrics import ServerMetrics
+from llmforge.serving.http.recording import CallRecording
 from llmforge.serving.http.responses import RequestTimeout
 from llmforge.serving.http.telemetry import RequestSpan
 from llmforge.serving.interface import Serving
@@ -39,6 +40,7 @@ class CallStream:
         metrics: ServerMetrics,
         span: RequestSpan | None = None,
         client: Client | None = None,
+        recording: CallRecording | None = None,
     ) -> None:
         self._engine = engine
         self._n = call.n
@@ -48,6 +50,7 @@ class CallStream:
             self._requests = tuple(replace(request, client=client.name) for request in call.requests)
         self._metrics = metrics
         self._span = span
+        self._recording = recording
         self._loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[_Item | None] = asyncio.Queue()  # None: look whether anybody reads on
         self._tickets: list[Ticket] = []
@@ -126,6 +129,8 @@ class CallStream:
         if chunk.finish_reason is not None:
             self._finish(index)
             self._metrics.ended(chunk.finish_reason, time_s - self._submitted)
+        if self._recording is not None:
+            self._recording.chunk(index, chunk)
         if chunk.finish_reason == "timeout":
             raise RequestTimeout("the answer was not complete by its deadline", hint="request fewer tokens")
         if chunk.finish_reason == "cancelled":

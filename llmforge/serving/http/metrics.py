@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from llmforge.base.errors import ForgeError
 from llmforge.serving.http.access import ServerState
+from llmforge.serving.http.limits import Client
+from llmforge.serving.http.recording import OUTCOMES
 from llmforge.serving.interface import Serving
 from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, ITL, TTFT, refusal
 
+PROMETHEUS_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+REQUEST = "llmforge_request_seconds", "From the request to its end"
 # Bounds in seconds, about two a factor of five: from a small model's step to a long prompt on a slow machine.
 _ITL_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
@@ -27,9 +31,7 @@ class ServerMetrics:
         self._answers = Counter(*ANSWERS, ["finish_reason"], registry=registry)
         self._ttft = Histogram(*TTFT, registry=registry, buckets=_TTFT_BUCKETS)
         self._itl = Histogram(*ITL, registry=registry, buckets=_ITL_BUCKETS)
-        self._latency = Histogram(
-            "llmforge_request_seconds", "From the request to its end", registry=registry, buckets=_LATENCY_BUCKETS
-        )
+        self._latency = Histogram(*REQUEST, registry=registry, buckets=_LATENCY_BUCKETS)
         self._engine = engine
         self._state = state
         registry.register(self)  # prometheus_client.registry.Collector
@@ -68,19 +70,25 @@ class ServerMetrics:
             steps.add_metric([str(rows)], count)
         yield steps
         if self._state.clients:
-            yield from self._of_keys()
+            yield from metrics_of_keys(self._state.clients)
+        if self._state.recorder is not None:
+            recorded = CounterMetricFamily("llmforge_recorded_answers", "Answers to be recorded", labels=["outcome"])
+            for outcome in OUTCOMES:
+                recorded.add_metric([outcome], self._state.recorder.counts[outcome])
+            yield recorded
 
-    def _of_keys(self) -> Iterator[Metric]:
-        """Yield what each API key has asked for, and what it was refused."""
-        requests = CounterMetricFamily("llmforge_key_requests", "Calls taken on, by API key", labels=["key"])
-        tokens = CounterMetricFamily("llmforge_key_tokens", "Tokens, by API key", labels=["key", "kind"])
-        limited = CounterMetricFamily("llmforge_key_limited", "Calls over a limit of a key", labels=["key", "limit"])
-        active = GaugeMetricFamily("llmforge_key_active", "Calls being answered, by API key", labels=["key"])
-        for client in self._state.clients:
-            requests.add_metric([client.name], client.counts["requests"])
-            for kind in ("prompt", "output"):
-                tokens.add_metric([client.name, kind], client.counts[f"{kind} tokens"])
-            for limit, count in client.refused.items():
-                limited.add_metric([client.name, limit], count)
-            active.add_metric([client.name], client.active)
-        yield from (requests, tokens, limited, active)
+
+def metrics_of_keys(clients: Sequence[Client]) -> Iterator[Metric]:
+    """Yield what each API key has asked for, and what it was refused."""
+    requests = CounterMetricFamily("llmforge_key_requests", "Calls taken on, by API key", labels=["key"])
+    tokens = CounterMetricFamily("llmforge_key_tokens", "Tokens, by API key", labels=["key", "kind"])
+    limited = CounterMetricFamily("llmforge_key_limited", "Calls over a limit of a key", labels=["key", "limit"])
+    active = GaugeMetricFamily("llmforge_key_active", "Calls being answered, by API key", labels=["key"])
+    for client in clients:
+        requests.add_metric([client.name], client.counts["requests"])
+        for kind in ("prompt", "output"):
+            tokens.add_metric([client.name, kind], client.counts[f"{kind} tokens"])
+        for limit, count in client.refused.items():
+            limited.add_metric([client.name, limit], count)
+        active.add_metric([client.name], client.active)
+    yield from (requests, tokens, limited, active)

@@ -23,6 +23,7 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
     made["info"]["version"] = __version__
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     refusals = {status: {"description": meaning, "content": error} for status, meaning in STATUSES.items()}
+    made["paths"] = {route.path_format: made["paths"][route.path_format] for route in routes}
     for route in routes:
         for operation in made["paths"][route.path_format].values():
             operation["responses"] |= refusals

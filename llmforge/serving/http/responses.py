@@ -8,6 +8,7 @@ from typing import Any
 
 from llmforge.base.errors import EnvironmentLacks, ForgeError, Unavailable, UnsupportedError, UsageError
 from llmforge.runtime.sampling.sampler import TokenLogprob
+from llmforge.serving.http import encoder_calls
 from llmforge.serving.http.bodies import NotJson, TooSlow
 from llmforge.serving.http.completion_call import PARAMETERS, CompletionCall, UnknownModel
 from llmforge.serving.http.limits import RateLimited
@@ -23,7 +24,7 @@ from llmforge.serving.protocol.client_json import TooLarge
 from llmforge.serving.request import Chunk, Usage
 from llmforge.serving.token_bytes import TokenBytes
 
-_WORD = re.compile("[a-z_]+")
+_WORD = re.compile("[a-z_]+[12]?")
 
 
 # Statuses of errors, and what they mean.
@@ -68,7 +69,7 @@ def _parameter(error: ForgeError) -> str | None:
     if isinstance(error, UnknownModel):
         return "model"
     first = _WORD.match(error.message) if isinstance(error, UsageError) else None
-    return first[0] if first and first[0] in PARAMETERS else None
+    return first[0] if first and first[0] in PARAMETERS | encoder_calls.PARAMETERS else None
 
 
 def _kind(error: ForgeError) -> tuple[int, str, str | None]:

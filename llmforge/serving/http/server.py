@@ -12,13 +12,17 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from llmforge.base import signals, small_file
 from llmforge.base.errors import EnvironmentLacks, InputError, Unavailable
+from llmforge.serving.encoder_engine import EncoderEngine
 from llmforge.serving.http.access import AccessPolicy, AccessRecord, AuthMiddleware, ServerState
 from llmforge.serving.http.app import create_app
 from llmforge.serving.http.connections import Connection
+from llmforge.serving.http.encoder_app import create_encoder_app
+from llmforge.serving.http.recording import Recorder
 from llmforge.serving.http.telemetry import Telemetry
 from llmforge.serving.interface import Serving
 
@@ -43,18 +47,20 @@ class Address:
 
 
 def run(
-    engine: Serving,
+    engine: Serving | EncoderEngine,
     model: str,
     address: Address,
     announce: Callable[[str], None],
     policy: AccessPolicy | None = None,
     log: Callable[[AccessRecord], None] | None = None,
     telemetry: Telemetry | None = None,
+    recorder: Recorder | None = None,
 ) -> None:
     """Serve `engine` until SIGHUP, SIGINT or SIGTERM, then finish what was asked before and close the engine.
 
     `announce` gets the server's URL once it listens, `log` every request that was answered, `telemetry` makes spans of
-    them and is closed. A second signal ends answers that are not complete.
+    them, `recorder` writes down those that have ended; both are closed. A second signal ends answers that are not
+    complete.
 
     Raises:
         InputError: the certificate or its key cannot be used.
@@ -62,22 +68,33 @@ def run(
         Unavailable: the engine failed; every request in flight got the error.
     """
     try:
-        state = ServerState()
-        app = AuthMiddleware(create_app(engine, model, state), policy or AccessPolicy(), state, log, telemetry)
+        state = ServerState(recorder=recorder)
+        app = AuthMiddleware(_application(engine, model, state), policy or AccessPolicy(), state, log, telemetry)
         server = make_server(app, address)
         with _listen(address) as listening, _ended_by_signals(server, state):
             announce(_url(listening, encrypted=address.certificate is not None))
             died = asyncio.run(_serve(server, engine, listening, state, address.grace_s))
     finally:
         engine.close(drain=False)
-        if telemetry is not None:
-            telemetry.close()
+        for each in (telemetry, recorder):
+            if each is not None:
+                each.close()
     if died:
         raise Unavailable("the engine failed and the server stopped", hint="see the log above for the cause")
 
 
+def _application(engine: Serving | EncoderEngine, model: str, state: ServerState) -> Starlette:
+    if isinstance(engine, EncoderEngine):
+        return create_encoder_app(engine, model, state)
+    return create_app(engine, model, state)
+
+
 async def _serve(
-    server: uvicorn.Server, engine: Serving, listening: socket.socket, state: ServerState, grace_s: float
+    server: uvicorn.Server,
+    engine: Serving | EncoderEngine,
+    listening: socket.socket,
+    state: ServerState,
+    grace_s: float,
 ) -> bool:
     """Run the server until it has drained, or the engine dies; return whether that was it."""
     closed = False

@@ -159,6 +159,18 @@ class RequestSpan:
             asked["gen_ai.request.choice.count"] = call.n
         self._span.set_attributes(asked)
 
+    def encoded(self, operation: str, model: str, tokens: int) -> None:
+        """Say what a request asks of an encoder."""
+        self._span.set_attributes(
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": SERVICE,
+                "gen_ai.request.model": model,
+                "gen_ai.response.model": model,
+                "gen_ai.usage.input_tokens": tokens,
+            }
+        )
+
     def answered(self, choice: int, submitted_s: float, ended_s: float, reason: str, usage: Usage) -> None:
         """Make the spans of one answer, which has ended; times by `time.perf_counter`. Any thread may call it."""
         self._usages[choice] = usage

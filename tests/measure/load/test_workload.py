@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -114,6 +115,36 @@ def test_a_line_that_is_no_request_is_named(tmp_path: Path, entry: object, says:
     with pytest.raises(DataError, match=says) as caught:
         read_trace(file, encode, PROMPTS)
     assert f"{file}:2" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"timestamp": -1}, "timestamp is -1; expected milliseconds"),
+        ({"output_length": 0}, "output_length is 0; expected"),
+        ({"input_length": None}, "input_length is null; expected"),
+        ({"block_size": 0}, "block_size is 0; expected"),
+        ({"hash_ids": [1, -2]}, "hash_ids is .*; expected"),
+        ({"hash_ids": [1, 2, 3]}, "3 hash_ids of 512 tokens; input_length is 900"),
+    ],
+)
+def test_a_line_that_is_none_of_mooncakes_is_named(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    right = {"timestamp": 27482, "input_length": 900, "output_length": 52, "hash_ids": [46, 47]}
+    assert len(read_trace(write(tmp_path / "trace.jsonl", right), encode, PROMPTS)[0].prompt) == 900
+    file = write(tmp_path / "trace.jsonl", right, {**right, **change})
+    with pytest.raises(DataError, match=says) as caught:
+        read_trace(file, encode, PROMPTS)
+    assert f"{file}:2" in caught.value.message
+
+
+def test_two_forms_in_one_trace_are_refused(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "trace.jsonl",
+        {"at_s": 0, "prompt": "a", "output_tokens": 1},
+        {"timestamp": 1, "input_length": 3, "output_length": 1},
+    )
+    with pytest.raises(DataError, match="another form than the lines before it"):
+        read_trace(file, encode, PROMPTS)
 
 
 def test_files_that_hold_no_trace_are_refused(tmp_path: Path) -> None:

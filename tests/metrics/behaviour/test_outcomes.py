@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmforge.metrics.behaviour import json_schema, results
-from llmforge.metrics.behaviour.answer import BehaviourAnswer, MadeCall
+from llmforge.metrics.behaviour.answer import BehaviourAnswer, MadeCall, TokenOdds
 from llmforge.metrics.behaviour.document import BehaviourDocument
 from llmforge.metrics.behaviour.instructions import Instructions
 from llmforge.metrics.behaviour.languages import language_of
@@ -120,6 +121,21 @@ def test_loops_are_texts_that_repeat_themselves() -> None:
     looping = BehaviourAnswer("fine", reasoning="and again " * 30)
     assert ours(document(), looping)["loops"] == 1
     assert ours(document(), NONE)["loops"] == 0
+
+
+def test_odds_move_where_a_token_is_due_or_elsewhere() -> None:
+    theirs = replace(
+        NONE, odds={"own": TokenOdds(5.0, None), "ends": TokenOdds(9.0, -8.0), "calls": TokenOdds(None, -9.0)}
+    )
+    here = replace(
+        NONE, odds={"own": TokenOdds(4.0, None), "ends": TokenOdds(9.5, -5.0), "calls": TokenOdds(None, -11.0)}
+    )
+    found = values(document(), here, theirs)
+    assert found["answer_odds"] == (4, 5)
+    assert (found["end_shift"], found["call_shift"]) == ((3, 0), (2, 0))
+    assert not {"thinking_shift", "bracket_shift"} & set(found)
+    assert not {"answer_odds", "end_shift"} & set(values(document(), here, NONE))
+    assert "end_shift" not in values(document(), here, None)
 
 
 def test_length_and_end_are_of_both_sides() -> None:

@@ -1,0 +1,89 @@
+"""An encoder's checkpoint as transformers runs it: what an artifact's embeddings and scores are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmforge.base.errors import CheckpointError, UnsupportedError
+from llmforge.runtime.encoder import EncoderConfig
+
+POOLINGS = ("cls", "mean", "last")
+
+
+class CheckpointEncoder:
+    """A checkpoint in transformers, in fp32 arithmetic on its stored weights, pooled as `config` says.
+
+    Sequences are padded on the right and masked. Local files only, no remote code, no pickle.
+    """
+
+    def __init__(self, folder: Path, config: EncoderConfig, *, threads: int) -> None:
+        """Load the weights; every later call computes on `threads` threads.
+
+        Raises:
+            CheckpointError: transformers cannot load the checkpoint, or misses weights.
+            UnsupportedError: embeddings are pooled in a way that is not one of `POOLINGS`.
+        """
+        import torch
+        import transformers
+
+        if config.kind == "embedder" and config.pooling not in POOLINGS:
+            raise UnsupportedError(f"{folder}: pooling {config.pooling!r}; known: {', '.join(POOLINGS)}")
+        self.config, self._threads = config, threads
+        kind = "AutoModel" if config.kind == "embedder" else "AutoModelForSequenceClassification"
+        given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+        try:
+            loaded, found = getattr(transformers, kind).from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True, **given
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
+        # The pooler behind [CLS], which checkpoints of sentence-transformers leave out, is in no embedding.
+        missing = [name for name in found["missing_keys"] if not name.startswith("pooler.")]
+        if missing:
+            raise CheckpointError(f"{folder}: weights are missing: {', '.join(sorted(missing)[:3])}")
+        self._model: Any = loaded.eval()
+        self.description = (
+            f"transformers {transformers.__version__}, torch {torch.__version__}, fp32 arithmetic on the stored "
+            f"weights, threads: {threads}"
+        )
+
+    def encode(
+        self, sequences: Sequence[NDArray[np.int64]], token_types: Sequence[NDArray[np.int64]] | None = None
+    ) -> NDArray[np.float32]:
+        """Give embeddings [sequences, dimensions], or logits [sequences, labels]."""
+        import torch
+
+        from llmforge.trace.hooks import internals
+
+        shape = (len(sequences), max(map(len, sequences)))
+        ids, types, mask = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence)] = torch.from_numpy(np.array(sequence, np.int64))
+            mask[row, : len(sequence)] = 1
+            if token_types is not None:
+                types[row, : len(sequence)] = torch.from_numpy(np.array(token_types[row], np.int64))
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if token_types is not None:
+            inputs["token_type_ids"] = types
+        with torch.inference_mode(), internals.torch_threads(self._threads):
+            output = self._model(**inputs)
+            made = output.logits if self.config.kind == "reranker" else self._pooled(output.last_hidden_state, mask)
+        result: NDArray[np.float32] = made.float().numpy()
+        return result
+
+    def _pooled(self, states: Any, mask: Any) -> Any:
+        """Pool states [B, S, D] of tokens that `mask` [B, S] has, at length 1 where the model says so."""
+        import torch
+
+        if self.config.pooling == "mean":
+            weights = mask.unsqueeze(-1).to(states.dtype)
+            pooled = (states * weights).sum(1) / weights.sum(1)
+        else:
+            places = mask.sum(1) - 1 if self.config.pooling == "last" else torch.zeros(len(mask), dtype=torch.int64)
+            pooled = states[torch.arange(len(mask)), places]
+        return torch.nn.functional.normalize(pooled, dim=1) if self.config.normalize else pooled

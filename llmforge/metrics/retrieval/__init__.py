@@ -1,0 +1,1 @@
+"""Retrieval: queries and passages, how well an embedder finds them, and how a reranker orders them."""
