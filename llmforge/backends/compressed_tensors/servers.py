@@ -3,7 +3,8 @@
 Recipes' notes, reports, refusals and docs/other-runtimes.md are made from these tables or held to them;
 `tests/compile/test_vllm.py` runs what stands here as run or refused on a CPU. What was read was read in the servers'
 sources: vLLM 0.32.0 and SGLang 0.5.23 (`layers/quantization/compressed_tensors`, `modelopt.py`), and TensorRT-LLM of
-2026-11 (`quant_config_utils.py`, its reader of ModelOpt's configuration, and `modules/linear.py` of its PyTorch backend). What of a format was read, and leaves open whether the server computes with it, is *not known*.
+2026-11 (`quant_config_utils.py`, its reader of ModelOpt's configuration, and `modules/linear.py` of its PyTorch
+backend). Where that leaves open whether the server computes with a format, it is *not known*.
 """
 
 from __future__ import annotations
