@@ -158,7 +158,8 @@ def test_it_caches_keys_and_values_in_fp8(name: CacheName, vllm: Path, data: Pat
 @pytest.mark.parametrize("name", EXPERTS)
 def test_it_refuses_experts_that_are_written(name: FormatName, vllm: Path, tmp_path: Path) -> None:
     [expected] = EXPERTS[name]["vLLM on CPUs"].why.split("`")[1::2]
-    zoo.write("qwen3-moe", tmp_path / "checkpoint", torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "decoder_sparse_step": 1}  # no dense layer
+    zoo.write("qwen3-moe", tmp_path / "checkpoint", torch.bfloat16, **sizes)
     checkpoint = Checkpoint.open(tmp_path / "checkpoint")
     exports.write((checkpoint, trace(checkpoint)), tmp_path, of_experts(name))
     [found] = runtimes.find(["vllm"], {"vllm": vllm})
