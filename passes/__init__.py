@@ -14,6 +14,7 @@ from llmforge.passes.pack_gate_up import PackGateUp
 from llmforge.passes.pack_qkv import PackQkv
 from llmforge.passes.prune_structure import PruneStructure
 from llmforge.passes.quantize_channels import QuantizeChannels
+from llmforge.passes.quantize_experts import QuantizeExperts
 from llmforge.passes.quantize_fp4 import QuantizeFp4
 from llmforge.passes.quantize_kv_cache import QuantizeKvCache
 from llmforge.passes.quantize_kv_fp8 import QuantizeKvFp8
@@ -39,6 +40,7 @@ ALL: tuple[type[Pass], ...] = (
     QuantizeChannels,
     QuantizeFp4,
     QuantizeMx,
+    QuantizeExperts,
     FuseExperts,
     QuantizeKvCache,
     LowerPrecision,

@@ -149,6 +149,13 @@ class QuantizeChannels(QuantizeChannelsTraits, Pass):
         """Whether codes are those of the checkpoint."""
         return self.method == methods.STORED
 
+    @property
+    def server_format(self) -> str | None:
+        """Name the format of linear layers."""
+        if self.granularity != "channel":
+            return f"{self.dtype}-{self.granularity}"
+        return self.dtype if self.activations == "none" else f"{self.dtype}-{self.activations}"
+
     def stores(self, stored: Grid | None) -> Storage:
         """Say the dtype of weights and head, and of products where activations are rounded, too."""
         product = self.dtype if self.activations != "none" else None

@@ -75,6 +75,11 @@ class QuantizeFp4(QuantizeFp4Traits, Pass):
         """Whether codes are those of the checkpoint."""
         return self.method == methods.STORED
 
+    @property
+    def server_format(self) -> str | None:
+        """Name the format of linear layers."""
+        return "nvfp4"
+
     def stores(self, stored: Grid | None) -> Storage:
         """Say the dtype of weights and products."""
         return Storage(weights="fp4", product="fp4")

@@ -47,6 +47,11 @@ class QuantizeMx(QuantizeMxTraits, Pass):
     dtype: Annotated[Literal["fp4", "fp8"], Field(description="of codes; fp4: MXFP4, fp8: MXFP8")] = "fp8"
     exclude: Annotated[tuple[str, ...], Field(description="globs of checkpoint parameter names to skip")] = ()
 
+    @property
+    def server_format(self) -> str | None:
+        """Name the format of linear layers."""
+        return f"mx{self.dtype}"
+
     def stores(self, stored: Grid | None) -> Storage:
         """Say the dtype of weights and products."""
         return Storage(weights=self.dtype, product=self.dtype, block=BLOCK)

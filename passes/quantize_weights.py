@@ -265,6 +265,11 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
         """The method of the decoder's linear layers, with its options."""
         return methods.make(self.method, self)
 
+    @property
+    def server_format(self) -> str | None:
+        """Name the format of linear layers."""
+        return f"int{self.bits}"
+
     def stores(self, stored: Grid | None) -> Storage:
         """Say the dtypes of embedding and head, and of weights; codes of the checkpoint are on the grid `stored`."""
         table = self.embedding_bits

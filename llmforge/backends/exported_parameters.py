@@ -7,9 +7,8 @@ nothing but parameters. So every parameter is found again in the graph: as it wa
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -23,7 +22,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
 from llmforge.ir.derived import Derived
 from llmforge.ir.interface import PAST
-from llmforge.ir.operators.canonical import Attention, Fp4Linear, MxLinear
+from llmforge.ir.operators.canonical import Attention, Fp4Linear, LowPrecisionMoE, MxLinear
 from llmforge.ir.operators.contrib import GatherBlockQuantized, GroupQueryAttention, MatMulNBits, QMoE
 from llmforge.ir.operators.cpu import CpuLinear, Embedding
 from llmforge.ir.operators.standard import Cast, DequantizeLinear, Div, MatMul, QuantizeLinear, Reshape
@@ -91,6 +90,25 @@ class ExpertCodes:
     unread: int = 0  # matrices of it that are still to be read, while the arrays are held
     _arrays: tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None] | None = None
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """How many experts there are, output features, and input features at most."""
+        count, n, blocks = graph.static(self.scales)
+        return count, n, blocks * self.node.block_size
+
+    def matrices(self, k: int) -> Callable[[int, int], Quantized]:
+        """Return what makes, of an expert and a part, rows of k input features: of a gate and of the rest in turn."""
+        (count, n, _), parts = self.shape, 1 + self.of_gates
+
+        def made(expert: int, part: int) -> Quantized:
+            return ExpertBlocks(
+                self.parameter, n // parts, k, self.node.expert_weight_bits, self.node.block_size,
+                self.codes, self.scales, self.zero_points,
+                experts=self, expert=expert, matrices=count * parts, rows=np.arange(part, n, parts),
+            )  # fmt: skip
+
+        return made
+
     def take(self, expert: int, matrices: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
         """Return codes, scales and zero points of one expert; in all, so many `matrices` are to be read."""
         if self._arrays is None:
@@ -156,12 +174,12 @@ class ChannelMatrix:
     square: int | None = None  # features, of either kind, that share a scale; scales are then [k / square, n]
     whole: bool = False  # scales are fp32 [], one for the matrix
 
-    @cached_property
+    @property
     def by_output(self) -> NDArray[Any]:
         """The codes [n, k]."""
         return np.ascontiguousarray(graph.tensor(self.codes).numpy().T)
 
-    @cached_property
+    @property
     def scales_by_output(self) -> NDArray[np.float32]:
         """The scales [n, 1], or [ceil(n / square), k / square], or [1]."""
         scales = graph.tensor(self.scales).numpy()
@@ -194,6 +212,73 @@ class Fp4Matrix:
         """The scales of blocks [n, k / 16]."""
         return np.ascontiguousarray(graph.tensor(self.scales).numpy().T)
 
+    @property
+    def whole_scale(self) -> np.float32:
+        """The scale of the whole."""
+        return np.float32(graph.tensor(self.weight_scale).numpy())
+
+
+@dataclass(eq=False)
+class SharedTensors:
+    """Codes [E, k, n] and scales [E, rows, n] of all experts, computed once until `unread` parts of them were read."""
+
+    codes: ir.Value
+    scales: ir.Value
+    parts: int  # what matrices of all experts read, of either
+    _held: dict[ir.Value, tuple[NDArray[Any], int]] = field(default_factory=dict)
+
+    def take(self, value: ir.Value, expert: int, columns: NDArray[np.intp]) -> NDArray[Any]:
+        """Return some columns of one expert's codes or scales as rows."""
+        array, unread = self._held.pop(value, (None, self.parts))
+        if array is None:
+            array = graph.tensor(value).numpy()
+        if unread > 1:
+            self._held[value] = array, unread - 1
+        return np.ascontiguousarray(array[expert][:, columns].T)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExpertChannels(ChannelMatrix):
+    """Some columns of a matrix of one of several experts."""
+
+    shared: SharedTensors
+    expert: int
+    columns: NDArray[np.intp]
+
+    @property
+    def by_output(self) -> NDArray[Any]:
+        """The codes [n, k]."""
+        return self.shared.take(self.codes, self.expert, self.columns)
+
+    @property
+    def scales_by_output(self) -> NDArray[np.float32]:
+        """The scales [n, 1], or [n / square, k / square]."""
+        return self.shared.take(self.scales, self.expert, self.columns)[:: self.square or 1]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ExpertFp4(Fp4Matrix):
+    """Some columns of a matrix in NVFP4 of one of several experts; `weight_scale` is [E]."""
+
+    shared: SharedTensors
+    expert: int
+    columns: NDArray[np.intp]
+
+    @property
+    def codes_by_output(self) -> NDArray[Any]:
+        """The codes [n, k], a byte each."""
+        return self.shared.take(self.codes, self.expert, self.columns)
+
+    @property
+    def scales_by_output(self) -> NDArray[Any]:
+        """The scales of blocks [n, k / 16]."""
+        return self.shared.take(self.scales, self.expert, self.columns)
+
+    @property
+    def whole_scale(self) -> np.float32:
+        """The scale of this expert."""
+        return np.float32(graph.tensor(self.weight_scale).numpy()[self.expert])
+
 
 @dataclass(frozen=True, eq=False)
 class MxMatrix:
@@ -217,6 +302,51 @@ class MxMatrix:
         return np.ascontiguousarray(graph.tensor(self.scales).numpy().T).view(np.uint8)
 
 
+@dataclass(frozen=True, eq=False)
+class LowPrecisionCodes:
+    """The codes of one matrix of each of E experts, as `llmforge::LowPrecisionMoE` has them."""
+
+    parameter: str
+    node: LowPrecisionMoE
+    is_first: bool
+
+    @property
+    def of_gates(self) -> bool:
+        """Whether columns are those of a gate and of the rest."""
+        return self.is_first and bool(self.node.gated)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """How many experts there are, output features, and input features."""
+        count, k, n = graph.static(self.node.up if self.is_first else self.node.down)
+        return count, n, k
+
+    def matrices(self, k: int) -> Callable[[int, int], Quantized]:
+        """Return what makes, of an expert and a part, columns of k input features."""
+        (count, n, _), parts, layer = self.shape, 1 + self.of_gates, self.node
+        codes, scales = (layer.up, layer.up_scales) if self.is_first else (layer.down, layer.down_scales)
+        whole, step = (
+            (layer.up_scale, layer.up_input_scale) if self.is_first else (layer.down_scale, layer.down_input_scale)
+        )
+        shared = SharedTensors(codes, scales, count * parts)
+        dtype = "int8" if codes.dtype == ir.DataType.INT8 else "fp8"
+
+        def made(expert: int, part: int) -> Quantized:
+            width = n // parts
+            columns = np.arange(part, n, parts) if layer.interleaved else np.arange(part * width, (part + 1) * width)
+            if whole is not None and step is not None:
+                return ExpertFp4(
+                    self.parameter, width, k, codes, scales, whole, step,
+                    shared=shared, expert=expert, columns=columns,
+                )  # fmt: skip
+            return ExpertChannels(
+                self.parameter, width, k, dtype, codes, scales, "per_token", None, layer.group or None,
+                shared=shared, expert=expert, columns=columns,
+            )  # fmt: skip
+
+        return made
+
+
 @dataclass(frozen=True)
 class CacheScales:
     """By what keys and values of one layer are divided before they are cached in fp8."""
@@ -226,6 +356,7 @@ class CacheScales:
 
 
 Quantized = Blocks | KernelBlocks | ChannelMatrix | Fp4Matrix | MxMatrix
+OF_EXPERTS = (ExpertBlocks, ExpertChannels, ExpertFp4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +400,7 @@ def _holds(record: ExportFormat, step: type[Pass]) -> bool:
 
 def found_in(
     model: ir.Model, traced: ir.Model
-) -> tuple[dict[str, Quantized], dict[str, ExpertCodes], dict[str, ir.TensorProtocol]]:
+) -> tuple[dict[str, Quantized], dict[str, ExpertCodes | LowPrecisionCodes], dict[str, ir.TensorProtocol]]:
     """Find parameters of `model` that are stored as codes, those of experts, and those that outliers were moved out of.
 
     All others are as in the `traced` graph.
@@ -278,10 +409,15 @@ def found_in(
         UnsupportedError: a parameter is none of these.
     """
     found: dict[str, Quantized] = {}
-    experts: dict[str, ExpertCodes] = {}
+    experts: dict[str, ExpertCodes | LowPrecisionCodes] = {}
     for node in model.graph.all_nodes():
         if (layer := QMoE.of(node)) is not None:
             experts |= {each.parameter: each for each in _of_experts(layer)}
+            continue
+        if (rounded := LowPrecisionMoE.of(node)) is not None:
+            for codes in (rounded.up, rounded.down):
+                parameter = _parameter(codes, rounded.name)
+                experts[parameter] = LowPrecisionCodes(parameter, rounded, codes is rounded.up)
             continue
         made = _of_product(node) or _of_lookup(node) or _of_channels(node) or _of_kernels(node)
         made = made or _of_fp4(node) or _of_mx(node)
@@ -356,32 +492,29 @@ def exported(
     return Exported(checkpoint, by_tensor, others, _caches_in(model, [tensor for tensor, _ in bound.values()]))
 
 
-def _by_expert(codes: ExpertCodes, stacked: Sequence[Sequence[str]], checkpoint: Checkpoint) -> dict[str, Quantized]:
+def _by_expert(
+    codes: ExpertCodes | LowPrecisionCodes, stacked: Sequence[Sequence[str]], checkpoint: Checkpoint
+) -> dict[str, Quantized]:
     """Divide the codes of experts among the tensors of each, as `stacked` names them.
 
     Raises:
         UnsupportedError: the checkpoint has not a tensor for each matrix of each expert.
     """
-    count, n, blocks = graph.static(codes.scales)
-    size, parts = codes.node.block_size, 1 + codes.of_gates
+    parts = 1 + codes.of_gates
+    count, n, wanted = codes.shape
     entries = [[checkpoint.tensors.get(tensor) for tensor in tensors] for tensors in stacked]
     shapes = {() if entry is None else entry.shape for each in entries for entry in each}
     k = max((shape[-1] for shape in shapes if shape), default=0)
-    if [len(each) for each in entries] != [parts] * count or shapes != {(n // parts, k)} or -(-k // size) > blocks:
+    if [len(each) for each in entries] != [parts] * count or shapes != {(n // parts, k)} or k > wanted:
         raise UnsupportedError(
             f"{codes.parameter}: the checkpoint has no tensor of {n // parts} output features for each of {count} "
             "experts, so that their codes have no name there",
             hint=f"exclude them: `exclude: [{codes.parameter}]`",
         )
-    made: dict[str, Quantized] = {}
-    for expert, tensors in enumerate(stacked):
-        for part, tensor in enumerate(tensors):  # rows of a gate and of the rest come in turn
-            made[tensor] = ExpertBlocks(
-                codes.parameter, n // parts, k, codes.node.expert_weight_bits, size,
-                codes.codes, codes.scales, codes.zero_points,
-                experts=codes, expert=expert, matrices=count * parts, rows=np.arange(part, n, parts),
-            )  # fmt: skip
-    return made
+    matrices = codes.matrices(k)
+    return {
+        tensor: matrices(expert, part) for expert, tensors in enumerate(stacked) for part, tensor in enumerate(tensors)
+    }
 
 
 def _caches_in(model: ir.Model, tensors: Sequence[str]) -> dict[str, CacheScales]:

@@ -167,6 +167,7 @@ class ExportFormat:
     bf16_scales: bool = False  # of blocks, where the model is bf16; else they are fp16
     fp8_caches: bool = False  # it says by which scales keys and values are cached in fp8
     superblocks: bool = False  # it holds scales that are codes under a superscale, as `codes: gguf` has them
+    loaded: str | None = None  # the module that says which servers load what passes write (`planned`)
 
     @property
     def runtimes(self) -> tuple[Literal["transformers", "vllm", "llama-cpp"], ...]:

@@ -11,6 +11,7 @@ from llmforge.quantization.methods.base import InputStatistic
 from llmforge.quantization.statistics import (
     ChannelDemand,
     Demand,
+    ExpertRangeDemand,
     InputRangeDemand,
     KvRangeDemand,
     LowRankDemand,
@@ -35,11 +36,12 @@ class DemandsByKind:
     pruning: PruningDemand | None
     kv: bool
     channels: bool
+    experts: bool  # ranges of what they read
 
     @property
     def ranges(self) -> InputRangeDemand | None:
         """What is to be recorded of what linears read; sums by channel come with every range."""
-        return self.inputs or (InputRangeDemand() if self.channels else None)
+        return self.inputs or (InputRangeDemand() if self.channels or self.experts else None)
 
     @classmethod
     def of(cls, demands: Sequence[Demand]) -> DemandsByKind:
@@ -95,6 +97,7 @@ class DemandsByKind:
             pruning,
             KvRangeDemand() in demands,
             ChannelDemand() in demands,
+            ExpertRangeDemand() in demands,
         )
 
 

@@ -478,7 +478,7 @@ def _run_layer(
     layer = layer.recording() if wants_ranges else layer
     with closing(run.carried(layer, index, original, current, recording=wants_ranges)) as windows:
         if asked.ranges is not None:
-            inputs = measure_inputs(layer, windows, asked.ranges)
+            inputs = measure_inputs(layer, windows, asked.ranges, experts=asked.experts)
         if asked.sparsity is not None:
             made = sparsify_layer(layer, current, asked.sparsity)
         elif how is not None:
@@ -528,19 +528,21 @@ def _ranges(layer: DecoderLayer, windows: LayerWindows) -> KvRange:
     return KvRange(key.numpy(), value.numpy())
 
 
-def measure_inputs(layer: DecoderLayer, windows: LayerWindows, demand: InputRangeDemand) -> dict[str, InputRange]:
-    """Return the ranges of what each linear of `layer` reads, by parameter; `windows` stay in front of it.
+def measure_inputs(
+    layer: DecoderLayer, windows: LayerWindows, demand: InputRangeDemand, *, experts: bool = False
+) -> dict[str, InputRange]:
+    """Return the ranges of what each linear, and `experts`, of `layer` read, by parameter.
 
-    Linears that read one tensor have one range, and one choice of factors.
+    Linears that read one tensor have one range, and one choice of factors. `windows` stay in front of the layer.
     """
-    experts, states = layer.experts(), windows.original
-    groups = [[name for name in group if name not in experts] for group in layer.groups(states[0])]
+    there, states = layer.experts(), windows.original
+    groups = [[name for name in group if name not in there] for group in layer.groups(states[0])]
     groups = [group for group in groups if group]
     seen: dict[str, list[ReadPeaks]] = {group[0]: [] for group in groups}
     stride = -(-sum(state.shape[1] for state in states) // smoothing.TOKENS) if demand.smoothing is not None else 0
-    for of_window in windows.peaks(list(seen), stride):
+    for of_window in windows.peaks([*seen, *(there if experts else ())], stride):
         for name, read in of_window.items():
-            seen[name].append(read)
+            seen.setdefault(name, []).append(read)
     found: dict[str, InputRange] = {}
     for group in groups:
         own, smoothed = input_range(seen[group[0]]), None
@@ -548,7 +550,7 @@ def measure_inputs(layer: DecoderLayer, windows: LayerWindows, demand: InputRang
             some = torch.cat([read.rows for read in seen[group[0]] if read.rows is not None]).numpy()
             smoothed = _smoothed(some, own.peaks, [layer.weight(name) for name in group], demand.smoothing)
         found |= dict.fromkeys(group, replace(own, smoothed=smoothed))
-    return found
+    return found | {name: input_range(read) for name, read in seen.items() if name not in found}
 
 
 def input_range(seen: Sequence[ReadPeaks]) -> InputRange:

@@ -6,6 +6,7 @@ stands in an expert's moments with the square of its weight there, and only wher
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,26 @@ def quantize(
         inner = form.inner(x @ rounded.T + bias)
         downs.append(_round(down, inner, form.inner(original @ held.up[expert] + bias), share, grid, method))
     return grids.stack(ups), grids.stack(downs)
+
+
+def reads(name: str, module: nn.Module) -> Callable[..., dict[str, Tensor]]:
+    """Return what tells what the products of experts `name` read: of each parameter rows [n, K].
+
+    It takes tokens [T, H], the ids of their experts [T, top_k], and weights of the router.
+
+    Raises:
+        UnsupportedError: the module computes something that `llmforge::MoE` cannot say.
+    """
+    form, held, (up, down) = probe(module), weights(module), matrices(module)
+
+    def look_into(tokens: Tensor, ids: Tensor, mixing: Tensor) -> dict[str, Tensor]:
+        inner = []
+        for expert in range(len(held.up)):
+            bias = 0 if held.up_bias is None else held.up_bias[expert]
+            inner.append(form.inner(tokens[(ids == expert).any(1)] @ held.up[expert] + bias))
+        return {f"{name}.{up}": tokens, f"{name}.{down}": torch.cat(inner)}
+
+    return look_into
 
 
 def scarcity(module: nn.Module, seen: RoutedInputs) -> str:

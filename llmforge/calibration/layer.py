@@ -43,8 +43,13 @@ class Observed(NamedTuple):
     """A run of one window: the hidden states after it, and what some linears or experts read and made, by name."""
 
     after: torch.Tensor  # [1, tokens, hidden]
-    inputs: Mapping[str, torch.Tensor]  # [tokens, K]
+    called: Mapping[str, Arguments]  # with [tokens, K]; experts with the ids of their experts and weights, too
     outputs: Mapping[str, torch.Tensor]  # [1, tokens, N]
+
+    @property
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """What each reads, [tokens, K]."""
+        return {name: given[0] for name, given in self.called.items()}
 
 
 ObservedRun = Callable[[int, torch.Tensor], Observed]  # of a window, with its hidden states
@@ -209,8 +214,8 @@ class DecoderLayer:
         own = threading.local()
 
         def note(name: str, given: Arguments) -> None:
-            if hasattr(own, "inputs"):
-                own.inputs[name] = given[0].reshape(-1, given[0].shape[-1])
+            if hasattr(own, "called"):
+                own.called[name] = tuple(x.reshape(-1, x.shape[-1]) for x in given)
 
         def keep(name: str) -> Callable[..., None]:
             def after(module: torch.nn.Module, args: Any, y: Any) -> None:
@@ -220,12 +225,12 @@ class DecoderLayer:
             return after
 
         def run(window: int, state: torch.Tensor) -> Observed:
-            inputs, outputs = own.inputs, own.outputs = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+            called, outputs = own.called, own.outputs = dict[str, Arguments](), dict[str, torch.Tensor]()
             after = self.run(window, state)
-            if missing := {*read} - {*inputs} | {*made} - {*outputs}:
+            if missing := {*read} - {*called} | {*made} - {*outputs}:
                 raise self.unread(min(missing))
             shaped = {name: y.reshape(state.shape[0], state.shape[1], -1) for name, y in outputs.items()}
-            return Observed(after, inputs, shaped)
+            return Observed(after, called, shaped)
 
         modules = self.modules()
         with self._watched(note, read) as hooks:

@@ -128,8 +128,9 @@ def _measure(
             alike = []
             with layer.observed(list(names.values())) as observe:
                 for window, state in enumerate(current):
-                    current[window], read, _ = observe(window, state)
-                    for name, x in read.items():
+                    seen = observe(window, state)
+                    current[window] = seen.after
+                    for name, x in seen.inputs.items():
                         sums[name].add(x, x)
                     alike.append(torch.nn.functional.cosine_similarity(state[0], current[window][0], dim=-1))
             influence[block.index] = 1 - float(torch.cat(alike).mean())

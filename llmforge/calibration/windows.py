@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from llmforge.calibration.device import ExecutionDevice
+from llmforge.calibration.experts import reads
 from llmforge.calibration.layer import Additions, DecoderLayer, Observed, fast
 from llmforge.calibration.resuming import SHARES, Runs
 from llmforge.calibration.sums import InputSums
@@ -103,7 +104,10 @@ class LayerWindows(Protocol):
     current: list[torch.Tensor]
 
     def peaks(self, names: Sequence[str], stride: int) -> Iterable[Mapping[str, ReadPeaks]]:
-        """Return what linears `names` read of each window; of all tokens, every stride-th; 0: none."""
+        """Return what linears or experts `names` read of each window; of all tokens, every stride-th; 0: none.
+
+        Experts have two parameters, by which what their products read is named.
+        """
 
     def observe(self, names: Sequence[str], added: Additions, at_end: tuple[str, ...], coarse: bool) -> None:
         """Run the layer as it is, remember what linears or experts `names` read, and begin what waits in front of them.
@@ -162,9 +166,15 @@ class WindowsHere:
             begin = -(self.ends[self.numbers[place]] - state.shape[1]) % stride if stride else 0
             seen = observe(place, state)
             after[place] = self.layer.device.rest(place, seen.after)
-            return {name: ReadPeaks.of(x, begin, stride) for name, x in seen.inputs.items()}
+            found = {name: ReadPeaks.of(x, begin, stride) for name, x in seen.inputs.items()}
+            for name, look_into in experts.items():
+                del found[name]
+                found |= {each: ReadPeaks.of(x, 0, 0) for each, x in look_into(*seen.called[name]).items()}
+            return found
 
         after: dict[int, torch.Tensor] = {}
+        there = self.layer.experts()
+        experts = {name: reads(name, there[name]) for name in names if name in there}
         with self.layer.observed(names) as observe:
             found = list(self.layer.each(look, range(len(self.original)), self.original))
         self._after = [after[place] for place in range(len(self.original))]

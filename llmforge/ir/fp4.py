@@ -59,7 +59,27 @@ class E2m1Rounding(GraphBuilder):
         return self._add(node, "Where", [below, self._add(node, "Neg", [value]), value])
 
 
-class Fp4Expansion(E2m1Rounding):
+class BlockRounding(E2m1Rounding):
+    """Rounds to NVFP4: blocks of 16 under scales in fp8, in units of one of the tensor."""
+
+    def rounded(self, node: ir.Node, x: ir.Value, scale: ir.Value, axes: int) -> ir.Value:
+        """Round what `node` reads, x [..., K] of so many `axes`, in blocks."""
+        kept = [0] * (axes - 1)
+        blocks = self._add(node, "Reshape", [x, self._constant(f"fp4.blocks_{axes}", [*kept, -1, BLOCK])])
+        size = self._add(node, "Abs", [blocks])
+        peak = self._add(node, "ReduceMax", [size, self._constant("fp4.last", [-1])], {"keepdims": 1})
+        zero = self._constant("fp4.zero8", np.zeros((), ir.DataType.FLOAT8E4M3FN.numpy()))
+        sixth = self._add(node, "Div", [peak, self._number(6)])
+        eighth = self._add(node, "QuantizeLinear", [sixth, scale, zero])
+        step = self._add(node, "Max", [self._add(node, "DequantizeLinear", [eighth, scale]), self._tiny()])
+        rounded = self._e2m1(node, blocks, size, step)
+        return self._add(node, "Reshape", [rounded, self._constant(f"fp4.rows_{axes}", [*kept, -1])])
+
+    def _tiny(self) -> ir.Value:
+        return self._constant("fp4.least", _LEAST)
+
+
+class Fp4Expansion(BlockRounding):
     """Expansions of one graph."""
 
     def expand(self, layer: Fp4Linear) -> None:
@@ -74,20 +94,6 @@ class Fp4Expansion(E2m1Rounding):
         operands = [graph.initializer(self.model, str(each.name), each) for each in (eight, wide)]
         weight = self._add(node, "DequantizeLinear", operands, {"axis": 0, "block_size": BLOCK})
         weight.type = ir.TensorType(ir.DataType.FLOAT)
-        graph.replace_value(layer.output, self._add(node, "MatMul", [self._rounded(layer), weight]))
-
-    def _rounded(self, layer: Fp4Linear) -> ir.Value:
-        """Round what is read, in blocks."""
-        node, scale = layer.node, layer.input_scale
-        blocks = self._add(node, "Reshape", [layer.x, self._constant("fp4.blocks", [0, 0, -1, BLOCK])])
-        size = self._add(node, "Abs", [blocks])
-        peak = self._add(node, "ReduceMax", [size, self._constant("fp4.last", [-1])], {"keepdims": 1})
-        zero = self._constant("fp4.zero8", np.zeros((), ir.DataType.FLOAT8E4M3FN.numpy()))
-        sixth = self._add(node, "Div", [peak, self._number(6)])
-        eighth = self._add(node, "QuantizeLinear", [sixth, scale, zero])
-        step = self._add(node, "Max", [self._add(node, "DequantizeLinear", [eighth, scale]), self._tiny()])
-        rounded = self._e2m1(node, blocks, size, step)
-        return self._add(node, "Reshape", [rounded, self._constant("fp4.rows", [0, 0, -1])])
-
-    def _tiny(self) -> ir.Value:
-        return self._constant("fp4.least", _LEAST)
+        graph.replace_value(
+            layer.output, self._add(node, "MatMul", [self.rounded(node, layer.x, layer.input_scale, axes=3), weight])
+        )

@@ -34,7 +34,7 @@ from llmforge.metrics.quality import PROMPT_TOKENS
 from llmforge.serving import Runner, Sampling
 
 TIMEOUT_S = 600.0  # for a runtime to be imported, to load the artifact and give its first answer, and for each further
-_GRACE_S = 10.0  # for a process to end that has closed its output
+_GRACE_S = 60.0  # for a process to end that has closed its output: vLLM takes more than 10 on a busy machine
 _NO_QUALITY = "remove it from `validation.runtimes`"
 _NO_LATENCY = "remove `latency` of the recipe's validation"
 _LONGEST_LINE = 2**20  # bytes

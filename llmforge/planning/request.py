@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,6 +62,7 @@ class PlanRequest:
     stored: str | None = None  # what becomes of a checkpoint that comes quantized
     adapters: Adapters = field(default_factory=Adapters)  # of a recipe
     slots: str | None = None  # why a recipe has a slot for each sequence
+    quant_method: str = ""  # of a recipe
     passes: tuple[Pass, ...] = ()  # of a recipe
 
 
@@ -186,8 +188,30 @@ def _planned(shape: Shape, target: Target, workload: Workload, asked: PlanReques
         for step in intent.passes
         if step.may_retreat is not None
     ]
+    if (loaded := _loaded(shape, backend, intent)) is not None:
+        noted.append(loaded)
     made = replace(made, notes=(*noted, *made.notes, *intent.adapters.notes(chosen, made.asked.decode.step.bytes)))
     return Planned(made, _with_adapters(build, intent.adapters, chosen), told)
+
+
+def _loaded(shape: Shape, backend: BackendName, intent: PlanRequest) -> str | None:
+    """Say which servers load the file that a recipe ends in; None: it ends in none, or there is no table of them."""
+    other = BACKENDS[backend].export_format
+    if other is None or other.loaded is None:
+        return None
+    linears, experts = set[str](), set[str]()
+    has_experts = any(layer.experts for _, layer in shape.layers)
+    for step in intent.passes:
+        if (name := step.server_format) is None:
+            continue
+        if step.writes_codes != "experts":
+            linears.add(name)
+        if step.writes_codes == "experts" or (step.writes_codes == "blocks" and has_experts):
+            experts.add(name)
+    says = importlib.import_module(other.loaded).planned(
+        frozenset(linears), frozenset(experts), caches=intent.wanted.kv == "fp8", quant_method=intent.quant_method
+    )
+    return None if says is None else f"servers that load the file: {says}"
 
 
 def _workload(shape: Shape, asked: PlanRequest, intent: PlanRequest) -> Workload:
@@ -229,6 +253,7 @@ def _intent(recipe: Recipe) -> PlanRequest:
         wanted=wanted,
         work=work.of_recipe(recipe, steps),
         stored=source.note(settings, folder, steps),
+        quant_method=spec.quant_method,
         passes=steps,
         adapters=Adapters(tuple(map(Adapter.open, recipe.merged)), tuple(map(Adapter.open, recipe.apart))),
         slots=_slots_reason(recipe, steps, passes.ALL),

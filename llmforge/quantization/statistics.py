@@ -121,6 +121,11 @@ class InputRangeDemand:
 
 
 @dataclass(frozen=True)
+class ExpertRangeDemand:
+    """Record the largest magnitude of each feature that both products of experts read, by the parameter."""
+
+
+@dataclass(frozen=True)
 class ChannelDemand:
     """Sum what each linear of a layer and the head read, and its squares, by feature (`methods.base.BY_CHANNEL`)."""
 
@@ -197,6 +202,7 @@ Demand = (
     | KvRangeDemand
     | InputRangeDemand
     | ChannelDemand
+    | ExpertRangeDemand
     | SparsityDemand
     | LowRankDemand
     | RecoveryDemand

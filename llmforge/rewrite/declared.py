@@ -149,6 +149,13 @@ class QuantizeMxTraits(Traits):
     writes_codes: ClassVar[Codes | None] = "mx"
 
 
+class QuantizeExpertsTraits(Traits):
+    """Traits of `quantize-experts`."""
+
+    name: ClassVar[str] = "quantize-experts"
+    writes_codes: ClassVar[Codes | None] = "experts"
+
+
 class QuantizeKvCacheTraits(Traits):
     """Traits of `quantize-kv-cache`."""
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from llmforge.quantization.grid import Grid, Scale
 
 Goal = Literal["latency", "throughput", "size", "quality"]
-# By what shares a scale: a block of inputs, an output feature, 16 inputs in fp8, 32 under a power of two.
-Codes = Literal["blocks", "channels", "fp4", "mx"]
+# By what shares a scale: a block of inputs, an output feature, 16 inputs in fp8, 32 under a power of two; of experts
+# any of these.
+Codes = Literal["blocks", "channels", "fp4", "mx", "experts"]
 
 
 @dataclass(frozen=True)
@@ -163,6 +164,11 @@ class Traits:
 
     name: ClassVar[str]  # verb-noun, kebab-case
     writes_codes: ClassVar[Codes | None] = None  # of weights, which it chooses or takes from the checkpoint
+
+    @property
+    def server_format(self) -> str | None:
+        """Name the format that it writes for servers of others, as their table does; None: it has none there."""
+        return None
 
     @classmethod
     def predicts(cls, there: Deployment) -> Iterable[Prediction]:

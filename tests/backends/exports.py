@@ -20,6 +20,7 @@ from llmforge.backends.exported_parameters import Exported
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import export_proxy
 from llmforge.ir import graph, interface
+from llmforge.ir.operators.canonical import MoE
 from llmforge.passes import QuantizeChannels, QuantizeFp4, QuantizeWeights
 from llmforge.quantization.statistics import InputRange, KvRange, Smoothed, Statistics
 from llmforge.recipe import EngineSpec
@@ -51,6 +52,9 @@ def export(traced: Traced, *steps: Any) -> tuple[ir.Model, Exported]:
         exponents = np.zeros(entry.shape[-1], np.int8)
         exponents[:5] = EXPONENTS[: len(exponents)]
         inputs[name] = InputRange(np.full(entry.shape[-1], 4.0, np.float32), Smoothed(exponents, 0.5, 1.0, 2.0))
+    for layer in MoE.all(copy):  # what experts read has a range by the parameter of all of them
+        for name in (*graph.sources(layer.up), *graph.sources(layer.down)):
+            inputs[name] = InputRange(np.full(1, 4.0, np.float32), None)
     statistics = Statistics(0, 0, {}, _kv_ranges(copy), inputs)
     for step in steps:
         target = GPUS.get(type(step), LOCAL)

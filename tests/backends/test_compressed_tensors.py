@@ -380,7 +380,7 @@ def test_a_pass_that_no_checkpoint_can_say_is_refused_by_name(step: type[Pass]) 
         check_passes("compressed-tensors", [FuseNorms, step], passes.ALL)
     assert str(caught.value.hint).endswith(
         "takes fuse-norms, quantize-kv-fp8, flash-attention, quantize-weights, quantize-channels, quantize-fp4, "
-        "quantize-mx"
+        "quantize-mx, quantize-experts"
     )
     check_passes("onnxruntime", [step], passes.ALL)
 
@@ -496,5 +496,5 @@ def test_every_format_that_is_written_stands_in_the_table_of_servers() -> None:
         "by their sources: vLLM on GPUs 0.32.0, SGLang 0.5.23; refused by: vLLM on CPUs 0.32.0, TensorRT-LLM of 2026-11"
     )
     assert "TensorRT-LLM" in servers.described(frozenset({"fp8-per_token"})).partition("refused by")[0]
-    refused = servers.described(frozenset({"fp8-per_token"}), caches=True).partition("refused by")[2]
-    assert "TensorRT-LLM" in refused, "of compressed-tensors it reads no scheme of caches"
+    refused = servers.described(frozenset({"fp8-per_token"}), caches=True).partition("not known of")[2]
+    assert "TensorRT-LLM" in refused, "it reads the scheme, and scales of caches by other names"

@@ -19,12 +19,23 @@ from pydantic import ValidationError
 from safetensors import safe_open
 
 from llmforge.backends.compressed_tensors import modelopt
+from llmforge.backends.compressed_tensors.schemes import Schemes
 from llmforge.backends.exported_parameters import Fp4Matrix, MxMatrix, check_passes
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph
-from llmforge.passes import ALL, FlashAttention, QuantizeChannels, QuantizeFp4, QuantizeKvFp8, QuantizeMx
+from llmforge.passes import (
+    ALL,
+    FlashAttention,
+    QuantizeChannels,
+    QuantizeExperts,
+    QuantizeFp4,
+    QuantizeKvFp8,
+    QuantizeMx,
+)
+from llmforge.quantization import nvfp4
 from llmforge.quantization.grids import dequantize
+from llmforge.quantization.low_precision_experts import FORMATS, FormatOfExperts
 from llmforge.recipe import EngineSpec
 from llmforge.trace import trace
 
@@ -305,6 +316,59 @@ def test_experts_that_servers_have_no_kernels_for_are_refused(tmp_path: Path) ->
     ) as caught:
         check(exported)
     assert "exclude: [model.layers.1.mlp.experts" in (caught.value.hint or "")
+
+
+@pytest.fixture(scope="module")
+def wide_experts(tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    """A mixture of 8 experts whose sizes squares of 128 divide."""
+    torch = pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("wide-experts")
+    zoo.write("qwen3-moe", folder, torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
+    checkpoint = Checkpoint.open(folder)
+    return checkpoint, trace(checkpoint)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_low_precision_experts_are_written_as_linear_layers_are(
+    name: FormatOfExperts, wide_experts: Traced, tmp_path: Path
+) -> None:
+    """Codes and scales of each expert's matrices are those that its weight gets alone, gate and up together."""
+    checkpoint, _ = wide_experts
+    step = QuantizeExperts(budget=LOOSE, format=name)
+    _, engine = write(wide_experts, tmp_path, step)
+    found = tensors(engine / "model.safetensors")
+    for expert, layer in itertools.product(range(8), ("gate_proj", "up_proj", "down_proj")):
+        place = f"model.layers.1.mlp.experts.{expert}"
+        weight = checkpoint.tensor(f"{place}.{layer}.weight").numpy().astype(np.float32)
+        beside = ("gate_proj", "up_proj") if layer != "down_proj" else (layer,)
+        scales = found[f"{place}.{layer}.weight_scale"]
+        if name == "nvfp4":
+            peak = max(np.abs(checkpoint.tensor(f"{place}.{each}.weight").numpy()).max() for each in beside)
+            whole = nvfp4.tensor_scale(float(peak))
+            assert np.float32(1) / found[f"{place}.{layer}.weight_global_scale"] == whole
+            assert np.float32(1) / found[f"{place}.{layer}.input_global_scale"] == nvfp4.tensor_scale(4.0)
+            parts = [np.ascontiguousarray(weight.T), np.asarray(whole)]
+            assert scales.tobytes() == np.ascontiguousarray(nvfp4.block_scales(parts).T).tobytes()
+            codes = of_nibbles(found[f"{place}.{layer}.weight_packed"])
+            assert np.array_equal(codes, nvfp4.codes(parts).T.astype(np.float32))
+            continue
+        wanted = np.abs(weight).max(1, keepdims=True)
+        if name == "fp8-block":
+            wanted = np.abs(weight).max(keepdims=True)
+        wanted = wanted.astype(np.float32) / np.float32(127 if name == "int8" else 448)
+        assert np.array_equal(scales, wanted)
+        numbers = weight / wanted
+        codes = np.rint(numbers).astype(np.int8) if name == "int8" else numbers.astype(ml_dtypes.float8_e4m3fn)
+        assert found[f"{place}.{layer}.weight"].tobytes() == codes.tobytes()
+    told = settings(engine)["quantization_config"]
+    assert "model.layers.1.mlp.gate" in told["ignore"]
+    assert not any("experts" in each for each in told["ignore"])
+    group, strategies = told["config_groups"]["group_0"], {"fp8-block": "block", "nvfp4": "tensor_group"}
+    assert group["weights"]["strategy"] == strategies.get(name, "channel")
+    assert group["targets"] == ["Linear"]
+    own = {"int8": "int8-per_token", "fp8": "fp8-per_token"}.get(name, name)
+    _, exported = export(wide_experts, step)
+    assert Schemes.of(exported, "compressed-tensors").experts(exported) == {own}
 
 
 def test_experts_have_no_names_of_modelopt(experts: Traced) -> None:

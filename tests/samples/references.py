@@ -113,15 +113,16 @@ def moe(
                 gate, linear = (h[0::2], h[1::2]) if interleaved else np.split(h, 2)
                 if limit:
                     gate, linear = np.minimum(gate, limit), np.clip(linear, -limit, limit)
-                h = _activate(gate, activation, alpha) * (linear + beta)
+                h = activate(gate, activation, alpha) * (linear + beta)
             else:
-                h = _activate(h, activation, alpha)
+                h = activate(h, activation, alpha)
             out = h @ down[expert]
             y[token] += weight * (out if down_bias is None else out + down_bias[expert])
     return y.astype(np.float32)
 
 
-def _activate(x: NDArray[np.float64], activation: str, alpha: float) -> NDArray[np.float64]:
+def activate(x: NDArray[np.float64], activation: str, alpha: float) -> NDArray[np.float64]:
+    """Apply an activation of `llmforge::MoE` to x [I]."""
     positive: NDArray[np.float64] = np.maximum(x, 0)
     cubic = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)  # ONNX Gelu-20's approximation
     known: Mapping[str, NDArray[np.float64]] = {

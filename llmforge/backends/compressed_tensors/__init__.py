@@ -16,11 +16,12 @@ BACKEND = BackendRecord(
         serve="vllm serve {engine}",
         emulated_by="transformers",
         served_by="vllm",
-        codes=frozenset({"blocks", "channels", "fp4", "mx"}),
+        codes=frozenset({"blocks", "channels", "fp4", "mx", "experts"}),
         block=128,
         tables=False,
         bf16_scales=True,
         fp8_caches=True,
+        loaded="llmforge.backends.compressed_tensors.servers",
     ),
     providers=(
         Provider(

@@ -155,19 +155,18 @@ class _Parts:
 
 def _write_fp4(file: _Parts, matrix: Fp4Matrix, method: QuantMethod) -> bool:
     codes, scales = matrix.codes_by_output.view(np.uint8), matrix.scales_by_output
+    step = np.float32(graph.tensor(matrix.input_scale).numpy())
     packed = "weight" if method == modelopt.NAME else "weight_packed"
     file.put(packed, pack_bits(codes, 4))
     file.put("weight_scale", scales)
     same = np.array_equal(unpack_bits(file.get(packed, np.uint8), 4, matrix.k), codes)
     same &= np.array_equal(file.get("weight_scale", np.uint8), scales.view(np.uint8))
     if method == modelopt.NAME:
-        for part, value in (("weight_scale_2", matrix.weight_scale), ("input_scale", matrix.input_scale)):
-            stored = graph.tensor(value).numpy()
-            file.put(part, stored)
-            same &= np.array_equal(file.get(part, "<f4"), stored)
+        for part, scale in (("weight_scale_2", matrix.whole_scale), ("input_scale", step)):
+            file.put(part, np.asarray(scale))
+            same &= np.array_equal(file.get(part, "<f4"), scale)
         return same
-    for name, value in (("weight", matrix.weight_scale), ("input", matrix.input_scale)):
-        scale = np.float32(graph.tensor(value).numpy())
+    for name, scale in (("weight", matrix.whole_scale), ("input", step)):
         file.put(f"{name}_global_scale", nvfp4.divisor(scale).reshape(1))
         same &= bool(np.float32(1) / file.get(f"{name}_global_scale", "<f4")[0] == scale)
     return same

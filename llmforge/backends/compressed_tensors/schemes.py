@@ -10,6 +10,7 @@ from llmforge.backends.compressed_tensors import modelopt
 from llmforge.backends.compressed_tensors.layout import HALVES, TOGETHER, WORD_BITS, QuantMethod
 from llmforge.backends.compressed_tensors.servers import FormatName
 from llmforge.backends.exported_parameters import (
+    OF_EXPERTS,
     Blocks,
     ExpertBlocks,
     Exported,
@@ -104,7 +105,7 @@ class Schemes:
         """
         layers = {tensor: scheme_of(tensor, matrix) for tensor, matrix in exported.quantized.items()}
         if method == modelopt.NAME:
-            if any(isinstance(matrix, ExpertBlocks) for matrix in exported.quantized.values()):
+            if any(isinstance(matrix, OF_EXPERTS) for matrix in exported.quantized.values()):
                 raise UnsupportedError(
                     "experts have no names of ModelOpt's here", hint="leave `quant_method` out, or exclude them"
                 )
@@ -126,7 +127,7 @@ class Schemes:
     def experts(self, exported: Exported) -> frozenset[FormatName]:
         """Name those of experts."""
         quantized = exported.quantized
-        return frozenset(each.name for key, each in self.layers.items() if isinstance(quantized[key], ExpertBlocks))
+        return frozenset(each.name for key, each in self.layers.items() if isinstance(quantized[key], OF_EXPERTS))
 
     @property
     def packed_scales(self) -> Scale | None:

@@ -3,14 +3,15 @@
 Recipes' notes, reports, refusals and docs/other-runtimes.md are made from these tables or held to them;
 `tests/compile/test_vllm.py` runs what stands here as run or refused on a CPU. What was read was read in the servers'
 sources: vLLM 0.32.0 and SGLang 0.5.23 (`layers/quantization/compressed_tensors`, `modelopt.py`), and TensorRT-LLM of
-2026-11 (`quant_config_utils.py` and `modules/linear.py` of its PyTorch backend, and its list of algorithms).
+2026-11 (`quant_config_utils.py`, its reader of ModelOpt's configuration, and `modules/linear.py` of its PyTorch
+backend). Where that leaves open whether the server computes with a format, it is *not known*.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 # Codes, and what is made of activations: as in the options of the passes; `-modelopt`: by ModelOpt's names.
 FormatName = Literal[
@@ -43,7 +44,8 @@ VERSIONS: Mapping[ServerName, str] = {
 class Loads:
     """What a server does with a format."""
 
-    known: Literal["run", "read", "refused"]  # seen here; read in its source, not run; it ends with an error
+    # seen here; read in its source, not run; it ends with an error; its source did not tell
+    known: Literal["run", "read", "refused", "not known"]
     why: str = ""
 
 
@@ -55,9 +57,18 @@ _NO_KERNEL = "no kernel: `Failed to find a kernel that can implement the {} line
 _NARROW = Loads("refused", "its kernel fails: `narrow() cannot be applied to a 0-dim tensor`")
 _NO_SCHEME = Loads("refused", "it has no scheme: `No compressed-tensors compatible scheme was found`")
 _FP8_ALONE = Loads("refused", "of ModelOpt's fp8 it has one scale a matrix alone")
-_NO_MX = Loads("refused", "of compressed-tensors it reads fp8 by channels and blocks alone")
+_OPEN_NAMES = Loads("not known", "it reads the configuration; its linear layers read tensors by ModelOpt's names")
+_OPEN_MXFP8 = Loads("not known", "it has the algorithm; by which names it reads tensors was not seen")
+_OPEN_CACHES = Loads("not known", "it reads `kv_cache_scheme`, and scales by ModelOpt's names alone")
+_OPEN_MXFP4 = Loads("not known", "it takes them for W4A16_MXFP4, of experts")
+_NO_MXFP8 = Loads("refused", "of 8 bits it reads channels and blocks of 128: `Unsupported weights_quant_strategy`")
 _NO_INT8 = Loads("refused", "its kernel has 4 bits alone: `not supported by CPUWNA16`")
 _NO_EXPERTS = "no kernel: `No WNA16 MoE backend supports the deployment configuration`"
+_NO_INT8_EXPERTS = Loads("refused", "no kernel: `No Int8 MoE backend supports the deployment configuration`")
+_NO_FP8_EXPERTS = Loads("refused", "no kernel: `Unsupported FP8 MoE backend: NONE`")
+_NO_NVFP4_EXPERTS = Loads("refused", "no kernel: `No NvFp4 MoE backend supports the deployment configuration`")
+_NPU = Loads("refused", "it has them for NPUs alone: `implemented only for NPU`")
+_FP8_TAKEN = Loads("refused", "it takes the codes for fp8, and does not say so")
 Row = Mapping[ServerName, Loads]
 
 
@@ -75,7 +86,7 @@ SERVERS: Mapping[FormatName, Row] = {
     ),
     "int8": _row(_NO_INT8, _READ, _READ, _NULL),
     "int8-static": _row(_RUN, _READ, _READ, _STATIC),
-    "int8-per_token": _row(_RUN, _READ, _READ, Loads("refused", "it takes the codes for fp8, and does not say so")),
+    "int8-per_token": _row(_RUN, _READ, _READ, _FP8_TAKEN),
     "fp8": _row(Loads("refused", _NO_KERNEL.format("ScaledMM")), _READ, _READ, _NULL),
     "fp8-static": _row(_NARROW, _READ, _READ, _STATIC),
     "fp8-per_token": _row(_RUN, _READ, _READ, _READ),
@@ -87,21 +98,28 @@ SERVERS: Mapping[FormatName, Row] = {
         Loads("refused", _NO_KERNEL.format("NVFP4")),
         _READ,
         _READ,
-        Loads("refused", "it reads scales by ModelOpt's names"),
+        _OPEN_NAMES,
     ),
     "nvfp4-modelopt": _row(Loads("refused", _NO_KERNEL.format("NVFP4")), _READ, _READ, _READ),
-    "mxfp4": _row(Loads("refused", _NO_KERNEL.format("MXFP4")), _READ, _NO_SCHEME, _NO_MX),
-    "mxfp8": _row(Loads("refused", _NO_KERNEL.format("MXFP8")), _READ, _NO_SCHEME, _NO_MX),
+    "mxfp4": _row(Loads("refused", _NO_KERNEL.format("MXFP4")), _READ, _NO_SCHEME, _OPEN_MXFP4),
+    "mxfp8": _row(Loads("refused", _NO_KERNEL.format("MXFP8")), _READ, _NO_SCHEME, _NO_MXFP8),
     "mxfp8-modelopt": _row(
-        Loads("refused", _NO_KERNEL.format("MXFP8")), _READ, _FP8_ALONE, Loads("refused", "it has no algorithm MXFP8")
+        Loads("refused", _NO_KERNEL.format("MXFP8")),
+        _READ,
+        _FP8_ALONE,
+        _OPEN_MXFP8,
     ),
 }
 EXPERTS: Mapping[FormatName, Row] = {  # of a mixture, in these formats
     "int4": _row(Loads("refused", _NO_EXPERTS), _READ, _READ, _NULL),
     "int8": _row(_NO_INT8, _READ, _READ, _NULL),
+    "int8-per_token": _row(_NO_INT8_EXPERTS, _READ, _NPU, _FP8_TAKEN),
+    "fp8-per_token": _row(_NO_FP8_EXPERTS, _READ, _READ, _READ),
+    "fp8-block": _row(_NO_FP8_EXPERTS, _READ, _READ, _READ),
+    "nvfp4": _row(_NO_NVFP4_EXPERTS, _READ, _READ, _OPEN_NAMES),
 }
 CACHES: Mapping[CacheName, Row] = {
-    "fp8": _row(_RUN, _READ, _READ, Loads("refused", "of compressed-tensors it does not read `kv_cache_scheme`")),
+    "fp8": _row(_RUN, _READ, _READ, _OPEN_CACHES),
     "fp8-modelopt": _row(_RUN, _READ, _READ, _READ),
 }
 
@@ -113,13 +131,27 @@ def described(
     rows = [SERVERS[name] for name in sorted(formats)] + [EXPERTS[name] for name in sorted(experts)]
     if caches:
         rows.append(CACHES["fp8-modelopt" if any(name.endswith("-modelopt") for name in formats) else "fp8"])
-    found: dict[str, list[str]] = {"run": [], "read": [], "refused": []}
+    found: dict[str, list[str]] = {"run": [], "read": [], "not known": [], "refused": []}
     for server, version in VERSIONS.items():
         each = {row[server].known for row in rows}
-        worst = next(known for known in ("refused", "read", "run") if known in each)
+        worst = next(known for known in ("refused", "not known", "read", "run") if known in each)
         found[worst].append(f"{server} {version}")
-    titles = {"run": "tried", "read": "by their sources", "refused": "refused by"}
+    titles = {"run": "tried", "read": "by their sources", "not known": "not known of", "refused": "refused by"}
     return "; ".join(f"{titles[known]}: {', '.join(servers)}" for known, servers in found.items() if servers)
+
+
+def planned(linears: frozenset[str], experts: frozenset[str], *, caches: bool, quant_method: str) -> str | None:
+    """Say which servers load what passes write of linear layers and experts, by compressed-tensors' names.
+
+    None: the table has no row for one of them.
+    """
+    own = "" if quant_method == "compressed-tensors" else f"-{quant_method}"
+    named = {f"{name}{own}" for name in linears}
+    if not (named | experts) or not (named <= SERVERS.keys() and experts <= EXPERTS.keys()):
+        return None
+    return described(
+        cast(frozenset[FormatName], frozenset(named)), experts=cast(frozenset[FormatName], experts), caches=caches
+    )
 
 
 def table() -> str:

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from llmforge.backends.tensorrt import weights
 from llmforge.backends.tensorrt.attention import Attentions
 from llmforge.base.errors import UnsupportedError
-from llmforge.ir import expansion, graph, interface, logits_rows, operators
+from llmforge.ir import expansion, graph, interface, logits_rows, moe, operators
 from llmforge.ir.builder import GraphBuilder
 from llmforge.ir.operators import canonical, contrib, standard
 from llmforge.ir.operators.canonical import AllGather, AllReduce
@@ -303,10 +303,10 @@ def lower_experts(model: ir.Model, layer: canonical.MoE) -> str:
 
 
 @dataclass
-class _Dense(expansion.MoEExpansion):
+class _Dense(moe.MoEExpansion):
     """The products of one layer; comments give shapes."""
 
-    _inner = expansion.MoEExpansion._outer  # no loop, so nothing inside of one
+    _inner = moe.MoEExpansion._outer  # no loop, so nothing inside of one
 
     def result(self) -> ir.Value:
         layer = self.experts

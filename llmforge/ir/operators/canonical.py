@@ -15,6 +15,7 @@ from llmforge.ir.operators.record import (
     FP32,
     I32,
     I64,
+    INT8,
     INT32,
     INT64,
     CachedAttention,
@@ -290,6 +291,59 @@ class MoE(ChosenExperts, domain=CANONICAL):
                 held = _dim(value, axis)
                 fits = held is None or size is None or held == size
                 self.require(fits, f"{name} has size {held} along axis {axis}, must have {size}")
+
+    @property
+    def chosen(self) -> int | None:
+        """How many experts a token chooses, where that is known."""
+        return _dim(self.expert_ids, -1)
+
+
+class LowPrecisionMoE(ChosenExperts, domain=CANONICAL):
+    """Experts in codes of int8, fp8 or NVFP4, whose two products read what is rounded as codes are.
+
+    Inputs and attributes as of `MoE`, but `up` and `down` are codes. Scales [E, K / group, N] are of `group` input
+    features: 128, 16 of NVFP4, or 0, all of them, [E, 1, N]; so many features of a token share a scale as well, its
+    largest magnitude over the largest code. NVFP4 has scales in fp8, one of each expert [E], and one [] for what is
+    read.
+    """
+
+    x = Input()
+    expert_ids = Input(I64, chooses=True)
+    expert_weights = Input(chooses=True)
+    up = Input({INT8, FLOAT8, ir.DataType.FLOAT4E2M1}, 3, of="experts")
+    down = Input({INT8, FLOAT8, ir.DataType.FLOAT4E2M1}, 3, of="experts")
+    up_scales = Input({FLOAT, FLOAT8}, 3, of="experts")
+    down_scales = Input({FLOAT, FLOAT8}, 3, of="experts")
+    up_bias = OptionalInput(FLOATS, 2, of="experts")
+    down_bias = OptionalInput(FLOATS, 2, of="experts")
+    up_scale = OptionalInput(FP32, 1, fp32=True, of="experts")
+    down_scale = OptionalInput(FP32, 1, fp32=True, of="experts")
+    up_input_scale = OptionalInput(FP32, 0, fp32=True)
+    down_input_scale = OptionalInput(FP32, 0, fp32=True)
+    activation = text()
+    gated = integer()
+    interleaved = integer()
+    alpha = real()
+    beta = real()
+    limit = real()
+    group = integer()
+    indivisible = "experts in codes of a channel are not divided; split the graph before quantize-experts"
+
+    def check(self) -> None:
+        """Check that scales fit the codes, and that what NVFP4 needs is there."""
+        for name in ("up", "down"):
+            codes, scales = dims(getattr(self, name)), dims(getattr(self, f"{name}_scales"))
+            if codes and scales and isinstance(codes[1], int):
+                rows = codes[1] // self.group if self.group else 1
+                fits = scales == (codes[0], rows, codes[2]) and (not self.group or codes[1] % self.group == 0)
+                self.require(fits, f"{name}_scales {shown(scales)} do not fit {shown(codes)} in groups of {self.group}")
+        beside = (self.up_scale, self.down_scale, self.up_input_scale, self.down_input_scale)
+        self.require(all((each is not None) == self.is_fp4 for each in beside), "scales of experts are of NVFP4 alone")
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether codes are NVFP4."""
+        return self.up.dtype == ir.DataType.FLOAT4E2M1
 
     @property
     def chosen(self) -> int | None:
