@@ -158,7 +158,7 @@ def test_it_caches_keys_and_values_in_fp8(name: CacheName, vllm: Path, data: Pat
 @pytest.mark.parametrize("name", EXPERTS)
 def test_it_refuses_experts_that_are_written(name: FormatName, vllm: Path, tmp_path: Path) -> None:
     [expected] = EXPERTS[name]["vLLM on CPUs"].why.split("`")[1::2]
-    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "decoder_sparse_step": 1}  # no dense layer
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": []}
     zoo.write("qwen3-moe", tmp_path / "checkpoint", torch.bfloat16, **sizes)
     checkpoint = Checkpoint.open(tmp_path / "checkpoint")
     exports.write((checkpoint, trace(checkpoint)), tmp_path, of_experts(name))
