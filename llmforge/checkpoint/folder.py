@@ -22,7 +22,7 @@ from llmforge.base import process
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress, Silent
 from llmforge.base.wording import cut, shown
-from llmforge.checkpoint import gguf, hub, lengths, quantized, versions
+from llmforge.checkpoint import gguf, hub, lengths, quantized, tokenizer_files, versions
 from llmforge.checkpoint.adapters import AdapterSource, Merge
 from llmforge.checkpoint.adapters.merging import unmergeable
 from llmforge.checkpoint.encoding import Encoding, encoding_of
@@ -39,6 +39,7 @@ from llmforge.checkpoint.safetensors_file import (
     read_small,
 )
 from llmforge.checkpoint.shards import WEIGHTS_INDEX, read_headers, weight_files
+from llmforge.checkpoint.tokenizer_files import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 from llmforge.quantization.stored import StoredChannels, StoredCodes, StoredFp4, UnrepresentableCodes
 
 if TYPE_CHECKING:
@@ -48,14 +49,10 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 CONTEXTS = ("max_position_embeddings", "max_seq_len")  # how configurations name the longest text they are made for
 GENERATION_CONFIG = "generation_config.json"
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"
-CHAT_TEMPLATE = "chat_template.jinja"
 
 # Besides the weights, what a build can depend on: all of it is in the digest.
 SMALL_FILES = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS_MAP, CHAT_TEMPLATE, WEIGHTS_INDEX)
-SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # what chat templates may name
 CONFIG_BYTES = 4 << 20  # of config.json, generation_config.json, tokenizer_config.json: up to some 100 kB
 MOST_LAYERS = 4096  # the deepest that are known have some hundred
 MOST_OF_A_SIZE = 2**53  # where a configuration means "no limit", it writes such numbers
@@ -161,9 +158,9 @@ class Checkpoint:
             settings=settings,
             tensors=tensors,
             stored=stored,
-            tokenizer=_load_tokenizer(folder),
-            chat_template=_chat_template(folder, tokenizer_settings),
-            special_tokens=_special_tokens(tokenizer_settings),
+            tokenizer=tokenizer_files.load(folder),
+            chat_template=tokenizer_files.chat_template(folder, tokenizer_settings),
+            special_tokens=tokenizer_files.special_tokens(tokenizer_settings),
             generation=_read_optional(folder / GENERATION_CONFIG),
             weight_files=files,
             layout=layout,
@@ -545,23 +542,6 @@ def _geometry(text: PretrainedConfig, folder: Path) -> Geometry:
     )
 
 
-def _load_tokenizer(folder: Path) -> Tokenizer:
-    file = folder / TOKENIZER
-    if not file.exists() and not file.is_symlink():
-        raise CheckpointError(
-            f"{folder}: no {TOKENIZER}",
-            hint="write it with transformers: AutoTokenizer.from_pretrained('FOLDER').save_pretrained('FOLDER')",
-        )
-    data = read_small(file)
-    try:
-        tokenizer = Tokenizer.from_buffer(data)
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise CheckpointError(f"{file}: tokenizers cannot read it: {error}") from error
-    tokenizer.no_truncation()  # which a file may ask for; serving does without, too
-    tokenizer.no_padding()
-    return tokenizer
-
-
 def names_end(folder: Path, settings: Mapping[str, Any]) -> bool:
     """Say whether the checkpoint in `folder`, of these `settings`, itself names the token that ends a text.
 
@@ -582,31 +562,7 @@ def find_chat_template(folder: Path) -> str | None:
     Raises:
         CheckpointError: a file cannot be read, or is damaged.
     """
-    return _chat_template(folder, _read_optional(folder / TOKENIZER_CONFIG))
-
-
-def _chat_template(folder: Path, tokenizer_settings: Mapping[str, Any]) -> str | None:
-    """Find the chat template: its own file, or `chat_template` of the tokenizer configuration (one, or one by name)."""
-    file = folder / CHAT_TEMPLATE
-    if file.exists() or file.is_symlink():
-        try:
-            return read_small(file).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{file}: not UTF-8: {error}") from error
-    template = tokenizer_settings.get("chat_template")
-    if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{folder / TOKENIZER_CONFIG}: chat_template must be text, is {type(template).__name__}")
-    return template
-
-
-def _special_tokens(tokenizer_settings: Mapping[str, Any]) -> dict[str, str]:
-    """Read the text of special tokens: each a string, or an object with its `content`."""
-    tokens = {name: tokenizer_settings.get(name) for name in SPECIAL_TOKENS}
-    texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    return tokenizer_files.chat_template(folder, _read_optional(folder / TOKENIZER_CONFIG))
 
 
 def _token_ids(value: object, name: str, folder: Path) -> tuple[int, ...]:

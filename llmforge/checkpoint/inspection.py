@@ -21,12 +21,13 @@ from llmforge.checkpoint import gguf, quantized
 from llmforge.checkpoint.adapters import Adapter, AdapterSource
 from llmforge.checkpoint.adapters.source import CONFIG as ADAPTER_CONFIG
 from llmforge.checkpoint.adapters.source import WEIGHTS
-from llmforge.checkpoint.folder import CONFIG, CONFIG_BYTES, TOKENIZER, read_settings
+from llmforge.checkpoint.folder import CONFIG, CONFIG_BYTES, read_settings
 from llmforge.checkpoint.gguf import architectures, tokenizer
 from llmforge.checkpoint.quantized.gguf import Gguf, GgufTensor, grouped
 from llmforge.checkpoint.quantized.layout import Grouped, QuantizedTensor, settings_of
 from llmforge.checkpoint.safetensors_file import TensorEntry, parse_json, read_header, read_small
 from llmforge.checkpoint.shards import PICKLES, read_headers, weight_files
+from llmforge.checkpoint.tokenizer_files import TOKENIZER
 from llmforge.quantization.stored import UnrepresentableCodes
 
 TRACED = Path(__file__).with_name("architectures.json")  # model_type → why it is not compiled, "" where it is

@@ -158,13 +158,10 @@ def serve(artifact: Path, **given: Any) -> None:
     warned = not policy.keys and not server.is_loopback(address.host)
     if encoder_runner.encodes(opened.path):
         refuse_given("an embedder or a reranker", *_OF_LANGUAGE_MODELS)
-        encoding = EncoderEngine(
-            encoder_runner.load_encoder(opened.path, options.threads), record(EncoderOptions, given)
-        )
-        serves = f"{model} ({opened.manifest.version})"
-        server.run(
-            encoding, model, address, partial(_announce_encoder, serves, encoding, warned), policy, log, telemetry
-        )
+        loaded = encoder_runner.load_encoder(opened.path, options.threads)
+        encoding = EncoderEngine(loaded, record(EncoderOptions, given))
+        announced = partial(_announce_encoder, f"{model} ({opened.manifest.version})", encoding, warned)
+        server.run(encoding, model, address, announced, policy, log, telemetry)
         return
     template = chosen(opened.path / "tokenizer", options.chat_template, tool_prompt=options.tool_prompt)
     if options.prefix_file is None:

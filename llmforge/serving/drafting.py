@@ -2,22 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal, Protocol
+
+from tokenizers import Tokenizer
 
 from llmforge.base.errors import InputError, UnsupportedError, UsageError
-from llmforge.runtime.config import MOST_DRAFT_TOKENS
+from llmforge.runtime.config import MOST_DRAFT_TOKENS, RuntimeConfig
+from llmforge.runtime.interface import Decoder
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.serving.speculation import DraftModel, PromptLookup, Proposer, Speculation
 
-if TYPE_CHECKING:
-    from llmforge.serving.runner import Runner
+
+class DraftedFor(Protocol):
+    """A model that is loaded, and the smaller one of its artifact, if there is one: `llmforge.serving.Runner`."""
+
+    @property
+    def config(self) -> RuntimeConfig:
+        """What a runtime must know of it."""
+        ...
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Its tokenizer."""
+        ...
+
+    @property
+    def session(self) -> Decoder[Any]:
+        """What runs it."""
+        ...
+
+    @property
+    def draft(self) -> DraftedFor | None:
+        """The smaller model that its artifact holds."""
+        ...
 
 
 def speculation_of(
-    runner: Runner,
+    runner: DraftedFor,
     rows: int,
     method: Literal["off", "prompt-lookup", "draft"] | None = None,
-    draft: Runner | None = None,
+    draft: DraftedFor | None = None,
 ) -> Speculation | None:
     """Make what drafts tokens for up to `rows` texts of `runner` at once; None: nothing does.
 
@@ -50,7 +74,7 @@ def speculation_of(
     return Speculation(proposer, max_tokens=MOST_DRAFT_TOKENS if facts is None else facts.max_tokens)
 
 
-def _draft_model(runner: Runner, draft: Runner, rows: int) -> Proposer:
+def _draft_model(runner: DraftedFor, draft: DraftedFor, rows: int) -> Proposer:
     """Make the decoder of `draft` propose tokens for `runner`."""
     if draft.tokenizer.get_vocab() != runner.tokenizer.get_vocab():
         raise InputError("the draft artifact has a different vocabulary")

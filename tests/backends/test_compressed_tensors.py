@@ -21,7 +21,8 @@ from llmforge import passes
 from llmforge.backends.compressed_tensors import builder as compressed_tensors
 from llmforge.backends.compressed_tensors import layout, modelopt, servers
 from llmforge.backends.compressed_tensors.schemes import LayerScheme, Schemes
-from llmforge.backends.exported_parameters import ChannelMatrix, Fp4Matrix, check_passes
+from llmforge.backends.exported_parameters import check_passes
+from llmforge.backends.low_precision_matrices import ChannelMatrix, Fp4Matrix
 from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import export_proxy

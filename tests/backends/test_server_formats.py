@@ -20,7 +20,8 @@ from safetensors import safe_open
 
 from llmforge.backends.compressed_tensors import modelopt
 from llmforge.backends.compressed_tensors.schemes import Schemes
-from llmforge.backends.exported_parameters import Fp4Matrix, MxMatrix, check_passes
+from llmforge.backends.exported_parameters import check_passes
+from llmforge.backends.low_precision_matrices import Fp4Matrix, MxMatrix
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import graph

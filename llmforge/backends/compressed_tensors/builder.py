@@ -54,8 +54,9 @@ from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.exported_parameters import Exported
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import CONFIG, Checkpoint
-from llmforge.checkpoint.folder import CHAT_TEMPLATE, GENERATION_CONFIG
+from llmforge.checkpoint.folder import GENERATION_CONFIG
 from llmforge.checkpoint.shards import WEIGHTS, WEIGHTS_INDEX
+from llmforge.checkpoint.tokenizer_files import CHAT_TEMPLATE
 from llmforge.quantization.grid import Scale
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Changes

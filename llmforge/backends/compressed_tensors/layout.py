@@ -12,7 +12,8 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 from llmforge.backends.compressed_tensors import modelopt
-from llmforge.backends.exported_parameters import Blocks, CacheScales, ChannelMatrix, Fp4Matrix, MxMatrix, Quantized
+from llmforge.backends.exported_parameters import Blocks, CacheScales, Quantized
+from llmforge.backends.low_precision_matrices import ChannelMatrix, Fp4Matrix, MxMatrix
 from llmforge.base.errors import VerificationError
 from llmforge.checkpoint.safetensors_file import DTYPES
 from llmforge.ir import graph, mx

@@ -9,16 +9,8 @@ from typing import Any, Final, Literal, cast
 from llmforge.backends.compressed_tensors import modelopt
 from llmforge.backends.compressed_tensors.layout import HALVES, TOGETHER, WORD_BITS, QuantMethod
 from llmforge.backends.compressed_tensors.servers import FormatName
-from llmforge.backends.exported_parameters import (
-    OF_EXPERTS,
-    Blocks,
-    ExpertBlocks,
-    Exported,
-    Fp4Matrix,
-    KernelBlocks,
-    MxMatrix,
-    Quantized,
-)
+from llmforge.backends.exported_parameters import OF_EXPERTS, Blocks, ExpertBlocks, Exported, KernelBlocks, Quantized
+from llmforge.backends.low_precision_matrices import Fp4Matrix, MxMatrix
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir import fp4, mx

@@ -84,9 +84,7 @@ def run(
     local: LocalEngine = LocalEngine(),
     progress: Progress = lambda done, total: None,
 ) -> BenchReport:
-    """Measure the engine of `artifact`, or an OpenAI-compatible `server` of the same tokenizer.
-
-    `name` says what runs.
+    """Measure the engine of `artifact`, called `name`, or an OpenAI-compatible `server` of the same tokenizer.
 
     Raises:
         InputError: the artifact cannot be used.
@@ -119,10 +117,8 @@ def run(
             responder = InProcess(engine, name)
             points = points_of(responder)
             stats = engine.stats()
-            faster = None
-            if stats.drafted_tokens:
-                again = trace or loads(load.settings()[0], prompts, plan, (plan.seed, plan.repetitions, 0))[1]
-                faster = speedup(engine, again)
+            again = trace or loads(load.settings()[0], prompts, plan, (plan.seed, plan.repetitions, 0))[1]
+            faster = speedup(engine, again) if stats.drafted_tokens else None
         record = _record(stats, config.session.resolve(local.threads).threads, faster)
         points, unknown = _with_bandwidth(points, local.footprint, config, record)
         notes = (*stats.notes, *unknown)
