@@ -25,6 +25,7 @@ from llmforge.cli.parameters import BACKEND, PATH, TARGET, go_on, options_record
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+    from llmforge.checkpoint.encoding import Encoding
     from llmforge.planning.choice import Probed, Tried
     from llmforge.quantization.costs import ModelFormats
     from llmforge.recipe import Recipe
@@ -129,6 +130,7 @@ def init(checkpoint: Path, as_json: bool, asked: StartOptions) -> None:
     standard output is the path of the recipe.
     """
     from llmforge.cli import console
+    from llmforge.recipe import Recipe
 
     if asked.like is not None:
         refuse_given("--like", "goal", "backend", "no_probe")
@@ -140,7 +142,8 @@ def init(checkpoint: Path, as_json: bool, asked: StartOptions) -> None:
     else:
         output.write_lines(str(path))
     quoted = shlex.quote(str(path))
-    console.say(f"next: llmforge plan {quoted}\n      llmforge build {quoted}")
+    first = [] if _encodes(Recipe.load(path)) else [f"llmforge plan {quoted}"]  # of which nothing is predicted
+    console.say("next: " + "\n      ".join([*first, f"llmforge build {quoted}"]))
 
 
 _MIGRATE = """\b
@@ -226,11 +229,21 @@ def up(
     else:
         path = write(checkpoint, StartOptions(target, goal, path=path, revision=revision))
         console.say(f"wrote {path}")
-    planning.show(path)
-    go_on()
+    if not _encodes(Recipe.load(path)):
+        planning.show(path)
+        go_on()
     _run(context, building.build, str(path), "--out", str(out))
     [newest, *_] = versions.listed(out, Recipe.load(path).name)  # which may have been changed
     _run(context, serving.serve, str(newest.path), "--host", host, "--port", str(port))
+
+
+def _encodes(recipe: Recipe) -> bool:
+    """Say if it is of an embedder or a reranker, for which nothing is predicted."""
+    from llmforge.checkpoint import folder_of, read_settings
+    from llmforge.checkpoint.encoding import encoding_of
+
+    folder = folder_of(recipe.checkpoint)
+    return encoding_of(folder, read_settings(folder)) is not None
 
 
 def _run(context: click.Context, command: click.Command, *words: str) -> None:
@@ -256,6 +269,7 @@ def write(checkpoint: Path, asked: StartOptions) -> Path:
     from llmforge import recipes
     from llmforge.artifact.sealed import is_name
     from llmforge.checkpoint import find_chat_template, folder_of, read_settings
+    from llmforge.checkpoint.encoding import encoding_of
     from llmforge.recipe import Recipe
 
     if asked.name is not None and not is_name(asked.name):
@@ -274,7 +288,9 @@ def write(checkpoint: Path, asked: StartOptions) -> Path:
         given["checkpoint"] = f"{snapshot.repository}{pinned}"
     if asked.target:
         given["target"] = _target(asked.target, path)
-    read_settings(checkpoint.absolute())  # refused before anything is written
+    settings = read_settings(checkpoint.absolute())  # refused before anything is written
+    if (encoding := encoding_of(checkpoint.absolute(), settings)) is not None:
+        return _write_encoder(encoding, settings, asked, path, {"name": name, **given})
     has_template = find_chat_template(folder_of(checkpoint.absolute())) is not None
     chats = _CHATS if has_template and asked.like is None else ()
     given |= _texts(asked, path, chats, has_template=has_template)
@@ -286,6 +302,26 @@ def write(checkpoint: Path, asked: StartOptions) -> Path:
     with output.writing(path):
         if asked.calibration is None:
             _copy_texts(recipes.TEXT, path.parent / "text", chats)
+        path.write_text(text, encoding="utf-8")
+    Recipe.load(path)
+    return path
+
+
+def _write_encoder(
+    encoding: Encoding, settings: Mapping[str, Any], asked: StartOptions, path: Path, given: Mapping[str, str]
+) -> Path:
+    """Write the recipe of an embedder or a reranker, which needs no texts; return its path."""
+    from llmforge import targets
+    from llmforge.planning import encoders
+    from llmforge.recipe import Recipe
+
+    if asked.like is not None or asked.calibration is not None or asked.backend not in (None, "onnxruntime"):
+        raise UsageError(
+            f"{given['name']} is {'an embedder' if encoding.kind == 'embedder' else 'a reranker'}: --like, "
+            "--calibration, --evaluation and other engines are for language models"
+        )
+    text = encoders.write(encoding, settings, targets.find(asked.target), given)
+    with output.writing(path):
         path.write_text(text, encoding="utf-8")
     Recipe.load(path)
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class CheckpointEncoder:
         import torch
         import transformers
 
+        from llmforge.trace.hooks import internals
+
         folder = checkpoint.path
         if config.kind == "embedder" and config.pooling not in POOLINGS:
             raise UnsupportedError(f"{folder}: pooling {config.pooling!r}; known: {', '.join(POOLINGS)}")
@@ -47,9 +50,11 @@ class CheckpointEncoder:
         kind = "AutoModel" if config.kind == "embedder" else "AutoModelForSequenceClassification"
         given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
         try:
-            loaded, found = getattr(transformers, kind).from_pretrained(
-                folder, dtype=torch.float32, output_loading_info=True, **given
-            )
+            # A table of what is missing is no news of a pooler, and an error below of all else.
+            with internals.quiet("transformers", logging.ERROR), internals.no_progress_bars():
+                loaded, found = getattr(transformers, kind).from_pretrained(
+                    folder, dtype=torch.float32, output_loading_info=True, **given
+                )
         except (OSError, ValueError, KeyError) as error:
             raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
         # The pooler behind [CLS], which checkpoints of sentence-transformers leave out, is in no embedding.

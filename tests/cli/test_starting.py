@@ -1,5 +1,6 @@
 """`llmforge init` and `llmforge up`: what they write, refuse and run."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from llmforge import recipes, targets
 from llmforge.base import extras
+from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import probe
 from llmforge.checkpoint import documents
 from llmforge.cli import cli, planning, starting
@@ -42,6 +44,32 @@ def invoke(*args: str | Path) -> Result:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
+
+
+def test_embedders_and_rerankers_get_recipes_of_their_own(home: Path) -> None:
+    result = invoke("init", SAMPLE.parent / "docs-embedder-1m")
+    assert (result.exit_code, result.stdout) == (0, "docs-embedder-1m.yaml\n")
+    assert "llmforge plan" not in result.stderr
+    assert not (home / "text").exists(), "nothing is calibrated"
+    embedder = Recipe.load(home / "docs-embedder-1m.yaml")
+    assert (embedder.engine.max_context, embedder.passes) == (256, ())
+    assert set(embedder.gates) == {"retrieval.cosine_mean", "retrieval.ndcg_10"}
+    assert invoke("init", SAMPLE.parent / "docs-reranker-1m", "--name", "second").exit_code == 0
+    assert set(Recipe.load(home / "second.yaml").gates) == {"retrieval.spearman", "retrieval.ndcg_10"}
+    refused = invoke("init", SAMPLE.parent / "docs-embedder-1m", "--target", "l4", "-o", "l4.yaml")
+    assert refused.exit_code == UnsupportedError.exit_code
+    assert "compiled for CPUs" in refused.stderr
+    assert invoke("init", SAMPLE.parent / "docs-embedder-1m", "--engine", "gguf", "-o", "g.yaml").exit_code == 2
+    assert not list(home.glob("[lg]*.yaml"))
+
+
+def test_a_classifier_is_not_held_to_an_order(home: Path) -> None:
+    folder = shutil.copytree(SAMPLE.parent / "docs-reranker-1m", home / "classifier")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "id2label": {"0": "bad", "1": "fair", "2": "good"}}))
+    assert invoke("init", folder).exit_code == 0
+    found = Recipe.load(home / "classifier.yaml")
+    assert (dict(found.gates), found.validation.retrieval) == ({}, None)
 
 
 def test_a_recipe_and_its_text(home: Path) -> None:

@@ -129,6 +129,7 @@ def test_every_metric_that_a_gate_names_is_measured() -> None:
     asked_for |= {name for name in catalog.deciding() if name.startswith(elsewhere)}
     asked_for |= {name for name in catalog.deciding() if name.startswith("runtime.")}  # tests/metrics/test_agreement.py
     asked_for |= {name for name in catalog.deciding() if name.startswith("behaviour.")}  # tests/metrics/behaviour
+    asked_for |= {name for name in catalog.deciding() if name.startswith("retrieval.")}  # tests/metrics/test_retrieval
     found = catalog.estimates(reports.MEASURED)
     assert set(found) == set(catalog.deciding()) - asked_for
     latency = reports.LATENCY.model_copy(
@@ -142,7 +143,9 @@ def test_every_metric_that_a_gate_names_is_measured() -> None:
         }
     )
     more = catalog.estimates(Measured(latency=latency))
-    assert {name for name in asked_for if not name.startswith(("behaviour.", "runtime.", *elsewhere))} <= set(more)
+    assert {
+        name for name in asked_for if not name.startswith(("behaviour.", "retrieval.", "runtime.", *elsewhere))
+    } <= set(more)
     assert (more["usd_per_million_tokens"].value, more["goodput_share"].value) == (0.5, 0.5), "lowest cost, worst share"
     assert [more[name].value for name in ("load_ms", "peak_host_bytes", "peak_device_bytes")] == [3, 4, 5]
     assert found["size_bytes"] == Estimate.exact(5_087_122)

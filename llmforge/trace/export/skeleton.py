@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -92,7 +93,7 @@ def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedMode
         stored_matrix.give_weights(dense, checkpoint, sources, without=(), in_memory=True)
         return dense
     read: Callable[..., Any] = _auto_class(encoding).from_pretrained
-    with _MAKING, internals.no_progress_bars():
+    with _MAKING, internals.no_progress_bars(), internals.quiet("transformers", logging.ERROR):
         loaded: tuple[PreTrainedModel, Mapping[str, Any]] = read(
             checkpoint.path,
             dtype=torch.float32,

@@ -1,0 +1,69 @@
+"""A recipe to start with for an embedder or a reranker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llmforge.base.errors import UnsupportedError
+from llmforge.checkpoint.encoding import Encoding
+from llmforge.targets import Target
+
+CONTEXT = 2048  # tokens of a text, at most: longer ones are rare, and the proof reads one whole
+_TABLE = 16  # tables of positions have more rows than texts may have tokens: 514 of RoBERTa are for 512
+_QUERIES, _PASSAGES = 60, 300  # a model of 110 million parameters reads them in about a minute, on two cores
+
+
+def write(encoding: Encoding, settings: Mapping[str, Any], target: Target, given: Mapping[str, str]) -> str:
+    """Write a recipe for a checkpoint of these `settings` that embeds or scores.
+
+    `given` has its `name`, `checkpoint` and `target`.
+
+    Raises:
+        UnsupportedError: no engine of the target runs it.
+    """
+    if target.kind != "cpu":
+        raise UnsupportedError(
+            f"{given['name']} is {_what(encoding)}, and none runs on {target.name}",
+            hint="embedders and rerankers are compiled for CPUs: --target local",
+        )
+    return "\n".join(_lines(encoding, settings, target, given)) + "\n"
+
+
+def _lines(encoding: Encoding, settings: Mapping[str, Any], target: Target, given: Mapping[str, str]) -> Iterator[str]:
+    yield f"# {given['name']}, {_what(encoding)}, on {target.title}."
+    yield "# Written by `llmforge init`; change what you like. docs/retrieval.md describes it."
+    yield "schema: 1"
+    yield f"name: {given['name']}"
+    yield f"checkpoint: {given['checkpoint']}"
+    yield f"target: {given['target']}  # see `llmforge targets`"
+    yield f"engine: {{backend: onnxruntime, max_context: {_context(encoding, settings)}, max_batch: 8}}"
+    yield "passes: []  # there are none for embedders and rerankers yet"
+    if encoding.kind == "reranker" and _labels(settings) != 1:  # a classifier: it puts nothing in order
+        return
+    yield "validation:"
+    yield "  # Of the queries and passages that ship with llmforge; {}: all."
+    yield f"  retrieval: {{queries: {_QUERIES}, passages: {_PASSAGES}}}"
+    yield "gates:"
+    if encoding.kind == "embedder":
+        yield "  retrieval.cosine_mean: {min: 0.995}"
+    else:
+        yield "  retrieval.spearman: {min: 0.99}"
+    yield "  retrieval.ndcg_10: {drop_max: 0.005}"
+
+
+def _what(encoding: Encoding) -> str:
+    return "an embedder" if encoding.kind == "embedder" else "a reranker"
+
+
+def _context(encoding: Encoding, settings: Mapping[str, Any]) -> int:
+    """Give the longest text: as the checkpoint says, but not beyond `CONTEXT`."""
+    rows = settings.get("max_position_embeddings")
+    made_for = rows // _TABLE * _TABLE if type(rows) is int and rows >= _TABLE else CONTEXT
+    return min(encoding.max_tokens or CONTEXT, made_for, CONTEXT)
+
+
+def _labels(settings: Mapping[str, Any]) -> int:
+    """Count what a classifier tells apart; transformers' default are two."""
+    names = settings.get("id2label")
+    return len(names) if isinstance(names, dict) else int(settings.get("num_labels", 2))
