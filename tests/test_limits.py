@@ -21,6 +21,7 @@ LIMITS = {
     "llmforge.recipe.passes": {"MOST_PASSES": "256 passes"},
     "llmforge.recipe.adapters": {"MOST_ADAPTERS": "1024 adapters"},
     "llmforge.recipe.quality": {"MOST_METRICS": "64 metrics"},
+    "llmforge.recipe.serving": {"MOST_DRAFT_TOKENS": "7 tokens of a draft"},
     "llmforge.recipe.section": {"MOST_FILES": "64 files"},
     "llmforge.runtime.config": {"MOST_TOKENS": "2^24", "MOST_ROWS": "4096", "MOST_THREADS": "1024"},
     "llmforge.measure.load.workload": {"MOST_TOKENS": "2^24"},

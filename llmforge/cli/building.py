@@ -57,10 +57,16 @@ def _resumable(*, kept: bool) -> Iterator[None]:
         raise
 
 
+def _encodes(artifact: Path) -> bool:
+    """Say whether its engine embeds or scores texts."""
+    from llmforge.runtime.config import FILE, RuntimeConfig
+
+    file = artifact / "engine" / FILE
+    return file.exists() and RuntimeConfig.read(file).encoder is not None
+
+
 def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     """Say what one does with an artifact whose gates passed."""
-    from llmforge.runtime import config as runtime_config
-
     name = output.called(artifact)
     if engine.pending:
         yield f"next, on the target: llmforge build --finish {name} RECIPE"
@@ -68,7 +74,7 @@ def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     foreign = backends.export_format(engine.backend)
     if foreign is not None:
         yield f"next: {foreign.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
-    elif runtime_config.RuntimeConfig.read(artifact / "engine" / runtime_config.FILE).encoder is not None:
+    elif _encodes(artifact):
         yield f"next: llmforge serve {name}"
         yield f"      llmforge gate {name}"
         return

@@ -35,12 +35,13 @@ def mlflow(artifact: Path, experiment: str, uri: str | None, name: str | None, a
     Figures with their intervals, options of the recipe, lineage and gates as tags, report and manifest as files. What
     was written before is not written again. The last line of standard output is the run's id.
     """
-    extras.require("mlflow")
     from llmforge.cli import console
     from llmforge.gates import confirmed, records
-    from llmforge.report import mlflow_run
 
     opened = confirmed.open_artifact(artifact)
+    extras.require("mlflow")
+    from llmforge.report import mlflow_run
+
     written = mlflow_run.write(opened, records.read(opened), uri=uri, experiment=experiment, name=name)
     if as_json:
         output.write_json({"experiment": written.experiment, "run": written.run, "made": written.made})

@@ -231,6 +231,7 @@ DECLARED: tuple[type[Traits], ...] = (
     QuantizeChannelsTraits,
     QuantizeFp4Traits,
     QuantizeMxTraits,
+    QuantizeExpertsTraits,
     QuantizeKvCacheTraits,
     LowerPrecisionTraits,
     CpuKernelsTraits,

@@ -67,8 +67,8 @@ def begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def without(self: Runs, name: str, window: int) -> tuple[torch.Tensor, torch.Tensor]:
         with self.layer.observed([name], [name]) as observe:
-            after, read, made = observe(window, self.states[window])
-        return read[name], after - made[name]
+            seen = observe(window, self.states[window])
+        return seen.inputs[name], seen.after - seen.outputs[name]
 
     monkeypatch.setattr(Runs, "arguments", arguments)
     monkeypatch.setattr(Runs, "without", without)

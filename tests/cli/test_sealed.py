@@ -300,6 +300,7 @@ REFUSE: dict[str, tuple[object, ...]] = {
     "judge": ("--url", "http://127.0.0.1:9", "--reference", "FORGED", "--data", RECIPE),
     "triton": ("FORGED", "-o", "FOLDER"),
     "gate": ("FORGED",),
+    "mlflow": ("FORGED",),
     "diff": ("FORGED", "FORGED"),
     "validate": ("FORGED", "--recipe", RECIPE, "--quiet"),
     "eval": ("FORGED", "--tasks", "none", "--recipe", RECIPE, "--quiet"),
@@ -320,7 +321,7 @@ SHOW = {"ls": "forged", "history": "is left out"}
 BELIEVE_NOTHING = {"rm", "gc"}  # they remove
 NO_ARTIFACTS = {
     "cache", "completion", "diff-graph", "docs", "doctor", "help", "init", "migrate", "passes", "plan", "schema",
-    "targets", "trace", "tune", "up",
+    "shadow", "targets", "trace", "tune", "up",
 }  # fmt: skip
 
 
