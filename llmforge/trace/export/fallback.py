@@ -158,5 +158,5 @@ def refuse_encoders(checkpoint: Checkpoint) -> None:
     if not np.abs(whole - part).max() <= LOOK_AHEAD * whole.std():
         raise NotADecoder(
             "the logits of a token change with later tokens: it is an encoder, not a decoder",
-            hint="needed: to embed or to score with it, for which `llmforge init` writes a recipe (docs/retrieval.md)",
+            hint="needed: to embed or score with it, as a recipe of `llmforge init` does (docs/retrieval.md)",
         )

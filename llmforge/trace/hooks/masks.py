@@ -92,7 +92,7 @@ def refuse_encoders(function: MaskFunction, positions: int = 2) -> None:
         if positions > 1 and bool(row(function, 0, positions).all()):
             raise NotADecoder(
                 "its attention sees later tokens: it is an encoder, not a decoder",
-                hint="needed: to embed or to score with it, for which `llmforge init` writes a recipe (docs/retrieval.md)",
+                hint="needed: to embed or score with it, as a recipe of `llmforge init` does (docs/retrieval.md)",
             )
 
 
