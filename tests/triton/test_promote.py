@@ -22,7 +22,7 @@ from ..servers.triton_server import Server, environment_or_skip, launched
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group("triton-promote")]
 
 TEXTS = {"old": "old words of a model ", "new": "new words of a model ", "bad": "bad words of a model "}
-LONG = 12_000  # tokens: some seconds
+LONG = 60_000  # tokens: longer than a version takes to load, on quiet cores too
 LOADS_S = 60.0  # a poll a second, and a start of the model's process, on busy cores
 
 
@@ -32,7 +32,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path)
     out = tmp_path_factory.mktemp("promoted")
     return {
         name: published.scripted(
-            out, sample_checkpoint, text, max_context=16_384, serving=ServingSpec(),
+            out, sample_checkpoint, text, max_context=65_536, serving=ServingSpec(),
             gates=stored.FAILS if name == "bad" else stored.PASSES,
         )
         for name, text in TEXTS.items()
@@ -100,7 +100,7 @@ def test_promote_loads_a_failed_gate_does_not_a_rollback_returns_and_streams_end
     assert promote(artifacts, models, "new").exit_code == 0
     wait_until(triton, "new")
     during = reader.is_alive()
-    reader.join(120)
+    reader.join(300)
     assert during, "the stream ended before the new version was there: it shows nothing"
     text = "".join(piece["text_output"] for piece in pieces)
     assert (pieces[-1]["finish_reason"], sum(piece["num_output_tokens"] for piece in pieces)) == ("length", LONG)
