@@ -70,6 +70,11 @@ class Encoding:
     default_prompt: str | None = None
     files: tuple[str, ...] = ()  # that say this, relative to the checkpoint
 
+    @property
+    def title(self) -> str:
+        """What the checkpoint is, for a reader."""
+        return "an embedder" if self.kind == "embedder" else "a reranker"
+
 
 def encoding_of(folder: Path, settings: Mapping[str, Any]) -> Encoding | None:
     """Read what the checkpoint in `folder` gives, whose `config.json` has `settings`; None: it is a language model.

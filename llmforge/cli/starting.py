@@ -317,7 +317,7 @@ def _write_encoder(
 
     if asked.like is not None or asked.calibration is not None or asked.backend not in (None, "onnxruntime"):
         raise UsageError(
-            f"{given['name']} is {'an embedder' if encoding.kind == 'embedder' else 'a reranker'}: --like, "
+            f"{given['name']} is {encoding.title}: --like, "
             "--calibration, --evaluation and other engines are for language models"
         )
     text = encoders.write(encoding, settings, targets.find(asked.target), given)

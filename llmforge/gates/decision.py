@@ -352,3 +352,14 @@ def _number(value: float) -> str:
 def _signed(value: float) -> str:
     """Write a change with its sign."""
     return _number(value) if value <= 0 else f"+{_number(value)}"
+
+
+def told(results: Sequence[GateResult], verdict: Verdict) -> str:
+    """Say in a few words how many gates ended as all together did."""
+    of, ended = len(results), sum(each.verdict is verdict for each in results)
+    return {
+        Verdict.PASS: f"all {of} gates passed" if of > 1 else "the gate passed",
+        Verdict.FAIL: f"{ended} of {of} gates failed",
+        Verdict.INCONCLUSIVE: f"{ended} of {of} gates inconclusive",
+        Verdict.NONE: "no gates",
+    }[verdict]

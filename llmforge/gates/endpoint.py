@@ -6,20 +6,18 @@ figures and verdicts are made again from the sums over documents, under the limi
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
-from llmforge.artifact import sealed
-from llmforge.base import whole_file
-from llmforge.base.errors import ForgedVerdict, InputError, UsageError
+from llmforge.base.errors import ForgedVerdict, UsageError
 from llmforge.gates import decision, release
 from llmforge.gates.decision import GateResult, Verdict
+from llmforge.gates.sealed_line import SealedLine
 from llmforge.gates.verdict import CLOSE
 from llmforge.metrics import catalog
 from llmforge.metrics.behaviour.results import PREFIX as BEHAVIOUR
@@ -32,7 +30,6 @@ from llmforge.metrics.serving import LoadFigures
 from llmforge.recipe import GateSpec
 
 MEASURED = ("kld_mean", "top1_agreement", "perplexity_ratio", "delta_p_mean")  # that gates decide on here
-_NONE_YET = "none"
 
 
 class JudgedSide(ReportRecord):
@@ -152,64 +149,6 @@ def _explained(result: GateResult, quality: ServedQuality | None) -> GateResult:
     )
 
 
-def seal(folder: Path, made: EndpointJudgement) -> tuple[Path, EndpointJudgement]:
-    """Write a judgement behind those that `folder` has; give its file, and what was written.
-
-    Raises:
-        InputError, ForgedVerdict: as `read`.
-        OSError: it cannot be written.
-    """
-    before = read(folder) if (folder / sealed.EVIDENCE).is_dir() else ()
-    last = _digest_of(before[-1]) if before else None
-    made = made.model_copy(update={"previous": last})
-    file = folder / sealed.EVIDENCE / f"{_digest_of(made)}.json"
-
-    def write(partial: Path) -> None:
-        partial.write_text(made.to_json(), encoding="utf-8")
-        partial.chmod(sealed.MODE)
-
-    whole_file.write(file, write)
-    return file, made
-
-
-def read(folder: Path) -> tuple[EndpointJudgement, ...]:
-    """Read the judgements of a folder, oldest first, and make every figure and verdict of them again.
-
-    Raises:
-        InputError: there are none, one is none of this version, was changed, or they do not form one line.
-        ForgedVerdict: one says something else than its sums.
-    """
-    found: dict[str | None, EndpointJudgement] = {}
-    files = sorted((folder / sealed.EVIDENCE).glob("*.json"))
-    for file in files:
-        raw = sealed.read_file(file, sealed.LARGEST_RECORD)
-        if hashlib.sha256(raw).hexdigest() != file.stem:
-            raise InputError(f"{file}: was changed: its name is not its SHA-256", hint="judge the endpoint again")
-        try:
-            made = EndpointJudgement.model_validate_json(raw)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the file"
-            raise InputError(f"{file}: no judgement of this version: {where}: {first['msg']}") from error
-        if made.previous in found:
-            raise InputError(f"{file}: two records follow {made.previous or _NONE_YET}", hint="keep one of them")
-        found[made.previous] = made
-        _confirm(made, file)
-    line: list[EndpointJudgement] = []
-    following: str | None = None
-    while following in found:
-        line.append(found.pop(following))
-        following = _digest_of(line[-1])
-    if not line or found:
-        what = "has no judgement" if not files else "lacks a record: they do not form one line"
-        raise InputError(f"{folder}: {what}", hint="judge an endpoint: llmforge judge --url URL -o DIR")
-    return tuple(line)
-
-
-def _digest_of(made: EndpointJudgement) -> str:
-    return hashlib.sha256(made.to_json().encode()).hexdigest()
-
-
 def _confirm(made: EndpointJudgement, file: Path) -> None:
     """Raises ForgedVerdict where a record says something else than its sums."""
     wrong = []
@@ -257,15 +196,18 @@ def _same(said: object, made: object) -> bool:
     return said == made
 
 
+JUDGEMENTS = SealedLine(
+    EndpointJudgement,
+    name="judgement",
+    begin="judge an endpoint: llmforge judge --url URL -o DIR",
+    again="judge the endpoint again",
+    confirm=_confirm,
+)
+seal, read = JUDGEMENTS.seal, JUDGEMENTS.read
+
+
 def headline(made: EndpointJudgement) -> str:
     """Say how it ended, in one line."""
-    of = len(made.gates)
-    ended = sum(each.verdict is made.verdict for each in made.gates)
-    said = {
-        Verdict.PASS: f"all {of} gates passed" if of > 1 else "the gate passed",
-        Verdict.FAIL: f"{ended} of {of} gates failed",
-        Verdict.INCONCLUSIVE: f"{ended} of {of} gates inconclusive",
-        Verdict.NONE: "no gates",
-    }[made.verdict]
+    said = decision.told(made.gates, made.verdict)
     against = "" if made.reference is None else f" against {made.reference.title}"
     return f"{made.verdict.value.upper()}: {made.served.title}{against}: {said}"

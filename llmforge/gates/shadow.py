@@ -10,20 +10,18 @@ made again from the values of each request, under the limits that it was begun w
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
-from llmforge.artifact import sealed
-from llmforge.base import whole_file
-from llmforge.base.errors import ForgedVerdict, InputError, UsageError
+from llmforge.base.errors import ForgedVerdict, UsageError
 from llmforge.gates import decision
 from llmforge.gates.decision import Bound, GateResult, Verdict
+from llmforge.gates.sealed_line import SealedLine
 from llmforge.measure.shadow import ReplyPair
 from llmforge.metrics import paired_answers
 from llmforge.metrics.confidence_sequence import BettingSequence
@@ -222,62 +220,6 @@ class ShadowJudge:
         )
 
 
-def seal(folder: Path, made: ShadowRecord) -> tuple[Path, ShadowRecord]:
-    """Write a record behind those that `folder` has; give its file, and what was written.
-
-    Raises:
-        InputError, ForgedVerdict: as `read`.
-        OSError: it cannot be written.
-    """
-    before = read(folder) if (folder / sealed.EVIDENCE).is_dir() else ()
-    made = made.model_copy(update={"previous": _digest_of(before[-1]) if before else None})
-    file = folder / sealed.EVIDENCE / f"{_digest_of(made)}.json"
-
-    def write(partial: Path) -> None:
-        partial.write_text(made.to_json(), encoding="utf-8")
-        partial.chmod(sealed.MODE)
-
-    whole_file.write(file, write)
-    return file, made
-
-
-def read(folder: Path) -> tuple[ShadowRecord, ...]:
-    """Read the records of a folder, oldest first, and make every bound and verdict of them again.
-
-    Raises:
-        InputError: there are none, one is none of this version, was changed, or they do not form one line.
-        ForgedVerdict: one says something else than its values.
-    """
-    found: dict[str | None, ShadowRecord] = {}
-    for file in sorted((folder / sealed.EVIDENCE).glob("*.json")):
-        raw = sealed.read_file(file, sealed.LARGEST_RECORD)
-        if hashlib.sha256(raw).hexdigest() != file.stem:
-            raise InputError(f"{file}: was changed: its name is not its SHA-256", hint="shadow again")
-        try:
-            made = ShadowRecord.model_validate_json(raw)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the file"
-            raise InputError(f"{file}: no shadow of this version: {where}: {first['msg']}") from error
-        if made.previous in found:
-            raise InputError(f"{file}: two records follow {made.previous or 'none'}", hint="keep one of them")
-        found[made.previous] = made
-        _confirm(made, file)
-    line: list[ShadowRecord] = []
-    following: str | None = None
-    while following in found:
-        line.append(found.pop(following))
-        following = _digest_of(line[-1])
-    if not line or found:
-        what = "lacks a record: they do not form one line" if found else "has no shadow"
-        raise InputError(f"{folder}: {what}", hint="compare two servers: llmforge shadow A B -o DIR")
-    return tuple(line)
-
-
-def _digest_of(made: ShadowRecord) -> str:
-    return hashlib.sha256(made.to_json().encode()).hexdigest()
-
-
 def _confirm(made: ShadowRecord, file: Path) -> None:
     """Raises ForgedVerdict where a record says something else than its values."""
     wrong = []
@@ -308,14 +250,17 @@ def _replay(again: PairedDecision, name: str, column: Sequence[float]) -> None:
         again.add({name: value})
 
 
+SHADOWS = SealedLine(
+    ShadowRecord,
+    name="shadow",
+    begin="compare two servers: llmforge shadow A B -o DIR",
+    again="shadow again",
+    confirm=_confirm,
+)
+seal, read = SHADOWS.seal, SHADOWS.read
+
+
 def headline(made: ShadowRecord) -> str:
     """Say how it ended, in one line."""
-    of = len(made.gates)
-    ended = sum(each.verdict is made.verdict for each in made.gates)
-    said = {
-        Verdict.PASS: f"all {of} gates passed" if of > 1 else "the gate passed",
-        Verdict.FAIL: f"{ended} of {of} gates failed",
-        Verdict.INCONCLUSIVE: f"{ended} of {of} gates inconclusive",
-        Verdict.NONE: "no gates",
-    }[made.verdict]
+    said = decision.told(made.gates, made.verdict)
     return f"{made.verdict.value.upper()}: {made.b} beside {made.a}: {said} after {made.requests} requests"

@@ -24,14 +24,14 @@ def write(encoding: Encoding, settings: Mapping[str, Any], target: Target, given
     """
     if target.kind != "cpu":
         raise UnsupportedError(
-            f"{given['name']} is {_what(encoding)}, and none runs on {target.name}",
+            f"{given['name']} is {encoding.title}, and none runs on {target.name}",
             hint="embedders and rerankers are compiled for CPUs: --target local",
         )
     return "\n".join(_lines(encoding, settings, target, given)) + "\n"
 
 
 def _lines(encoding: Encoding, settings: Mapping[str, Any], target: Target, given: Mapping[str, str]) -> Iterator[str]:
-    yield f"# {given['name']}, {_what(encoding)}, on {target.title}."
+    yield f"# {given['name']}, {encoding.title}, on {target.title}."
     yield "# Written by `llmforge init`; change what you like. docs/retrieval.md describes it."
     yield "schema: 1"
     yield f"name: {given['name']}"
@@ -50,10 +50,6 @@ def _lines(encoding: Encoding, settings: Mapping[str, Any], target: Target, give
     else:
         yield "  retrieval.spearman: {min: 0.99}"
     yield "  retrieval.ndcg_10: {drop_max: 0.005}"
-
-
-def _what(encoding: Encoding) -> str:
-    return "an embedder" if encoding.kind == "embedder" else "a reranker"
 
 
 def _context(encoding: Encoding, settings: Mapping[str, Any]) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from xml.etree import ElementTree
 
 from llmforge.base import wording
+from llmforge.gates import decision
 from llmforge.gates.decision import GateResult, Verdict
 from llmforge.gates.release import Judgement
 from llmforge.metrics import catalog
@@ -17,14 +18,10 @@ _MARKUP = re.compile(r"([\\`*\[\]|<>#~!]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 def headline(judgement: Judgement) -> str:
     """Say how it ended, in one line."""
     of = len(judgement.gates)
-    ended = {verdict: sum(gate.verdict is verdict for gate in judgement.gates) for verdict in Verdict}
     verdict = judgement.verdict
-    said = {
-        Verdict.PASS: f"all {of} gates passed" if of > 1 else "the gate passed",
-        Verdict.FAIL: failed(ended[Verdict.FAIL], of, len(judgement.exceeded)),
-        Verdict.INCONCLUSIVE: f"{ended[Verdict.INCONCLUSIVE]} of {of} gates inconclusive",
-        Verdict.NONE: "no gates",
-    }[verdict]
+    said = decision.told(judgement.gates, verdict)
+    if verdict is Verdict.FAIL:
+        said = failed(sum(gate.verdict is verdict for gate in judgement.gates), of, len(judgement.exceeded))
     against = "" if judgement.against is None else f" against {judgement.against.reference}"
     moved = "" if judgement.retreated is None else f", {judgement.retreated}"
     return f"{verdict.value.upper()}: {judgement.artifact.reference}{against}: {said}{moved}{_marks(judgement)}"

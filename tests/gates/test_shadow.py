@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmforge.base.errors import ForgedVerdict, InputError, RecipeError, UsageError
-from llmforge.gates import shadow
+from llmforge.gates import sealed_line, shadow
 from llmforge.gates.decision import Verdict
 from llmforge.measure.shadow import ReplyPair
 from llmforge.metrics.behaviour.answer import BehaviourAnswer, MadeCall
@@ -113,7 +113,7 @@ def test_a_record_holds_and_one_that_was_changed_does_not(tmp_path: Path) -> Non
         (other / "evidence").mkdir(parents=True, exist_ok=True)
         for each in (other / "evidence").iterdir():
             each.unlink()
-        (other / "evidence" / f"{shadow._digest_of(record)}.json").write_text(record.to_json())
+        (other / "evidence" / f"{sealed_line.digest_of(record)}.json").write_text(record.to_json())
         with pytest.raises(ForgedVerdict, match=said):
             shadow.read(other)
     file.chmod(0o600)

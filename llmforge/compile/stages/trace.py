@@ -69,8 +69,7 @@ def _check_encoder(state: CompileState) -> None:
         what.append(f"engine {recipe.engine.backend} on {state.target.name}")
     if what:
         raise UnsupportedError(
-            f"{state.checkpoint.name} is {'an embedder' if encoding.kind == 'embedder' else 'a reranker'}, of which "
-            f"llmforge does not support: {', '.join(what)}",
+            f"{state.checkpoint.name} is {encoding.title}, of which llmforge does not support: {', '.join(what)}",
             hint="an encoder is built for ONNX Runtime on one CPU, without passes; `validation.retrieval` measures it",
         )
 

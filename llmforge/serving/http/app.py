@@ -15,18 +15,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from llmforge.base.errors import ForgeError, Unavailable, UsageError
+from llmforge.base.errors import ForgeError, UsageError
 from llmforge.serving.http import bodies, openapi, responses_call
 from llmforge.serving.http.access import ServerState
 from llmforge.serving.http.body_reader import BodyReader
 from llmforge.serving.http.call_stream import CallStream
 from llmforge.serving.http.completion_call import CompletionCall, adapter_of, chat_call, served, text_call
 from llmforge.serving.http.limits import Client
-from llmforge.serving.http.metrics import PROMETHEUS_TEXT, ServerMetrics
+from llmforge.serving.http.metrics import ServerMetrics
 from llmforge.serving.http.refusals import CLIENT_LEFT, HANDLERS, check_draining, watched
 from llmforge.serving.http.responses import ResponseWriter, error_body, status
 from llmforge.serving.http.responses_call import ResponsesCall
 from llmforge.serving.http.responses_output import ResponsesWriter
+from llmforge.serving.http.status import StatusEndpoints
 from llmforge.serving.http.telemetry import RequestSpan
 from llmforge.serving.interface import Serving
 from llmforge.serving.prompts import PromptEncoder
@@ -63,16 +64,15 @@ def create_app(engine: Serving, model: str, state: ServerState | None = None) ->
     return Starlette(routes=routes, exception_handlers=HANDLERS)
 
 
-class _Endpoints:
+class _Endpoints(StatusEndpoints):
     def __init__(self, engine: Serving, model: str, state: ServerState) -> None:
         self._engine = engine
-        self._state = state
         self._model = model
         self._created = int(time.time())
         self._metrics = ServerMetrics(engine, state)
+        super().__init__(engine, state, self._metrics)
         self._token_bytes = TokenBytes(engine.encoder.tokenizer)
         self._bodies = BodyReader(JsonLimits.of(engine.encoder))
-        self.document: dict[str, Any] = {}
 
     async def complete(
         self, parse: Callable[[Any, PromptEncoder, str], CompletionCall], http: HttpRequest
@@ -186,26 +186,6 @@ class _Endpoints:
 
         text = await self._bodies.work(await bodies.read(http, self._bodies.limits), decode)
         return JSONResponse({"prompt": text})
-
-    async def health(self, http: HttpRequest) -> Response:
-        """Say whether the engine lives: a server that is not healthy wants to be started anew."""
-        if not self._engine.alive:
-            raise Unavailable("the engine has ended")
-        return JSONResponse({"status": "ok"})
-
-    async def ready(self, http: HttpRequest) -> Response:
-        """Say whether the next request is likely to be taken: one that is not ready wants to be left alone."""
-        check_draining(self._state)
-        stats, most = self._engine.stats(), self._engine.options.max_queue
-        if most and stats.waiting >= most:
-            raise Unavailable(f"the queue is full: {most} requests are waiting")
-        return await self.health(http)
-
-    async def metrics_text(self, http: HttpRequest) -> Response:
-        return Response(self._metrics.exposition(), media_type=PROMETHEUS_TEXT)
-
-    async def openapi(self, http: HttpRequest) -> Response:
-        return JSONResponse(self.document)
 
     def _served(self) -> tuple[str, ...]:
         return served(self._model, self._engine.encoder.config.adapters)

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from llmforge.base.errors import ForgeError, Unavailable, UsageError
+from llmforge.base.errors import ForgeError, UsageError
 from llmforge.serving.encoder_engine import EncoderEngine
 from llmforge.serving.encoder_runner import EncoderRunner
 from llmforge.serving.http import bodies, openapi
@@ -26,9 +26,9 @@ from llmforge.serving.http.completion_call import adapter_of
 from llmforge.serving.http.encoder_calls import MOST_TOKENS, EncoderCall, embedding_call, rerank_call, score_call
 from llmforge.serving.http.encoder_metrics import EncoderMetrics
 from llmforge.serving.http.limits import Client
-from llmforge.serving.http.metrics import PROMETHEUS_TEXT
 from llmforge.serving.http.refusals import CLIENT_LEFT, HANDLERS, check_draining, watched
 from llmforge.serving.http.responses import RequestTimeout
+from llmforge.serving.http.status import StatusEndpoints
 from llmforge.serving.http.telemetry import RequestSpan
 from llmforge.serving.protocol.client_json import LEAST_VALUES, MOST_BYTES, JsonLimits
 
@@ -59,15 +59,14 @@ def create_encoder_app(engine: EncoderEngine, model: str, state: ServerState | N
     return Starlette(routes=routes, exception_handlers=HANDLERS)
 
 
-class _EncoderEndpoints:
+class _EncoderEndpoints(StatusEndpoints):
     def __init__(self, engine: EncoderEngine, model: str, state: ServerState) -> None:
         self._engine = engine
         self._model = model
-        self._state = state
         self._created = int(time.time())
         self._metrics = EncoderMetrics(engine, state)
+        super().__init__(engine, state, self._metrics)
         self._bodies = BodyReader(JsonLimits(MOST_BYTES, LEAST_VALUES + MOST_TOKENS))
-        self.document: dict[str, Any] = {}
 
     async def answer(self, parse: Parse, http: Request) -> Response:
         """Answer a call: embeddings, results by relevance, or scores."""
@@ -136,26 +135,6 @@ class _EncoderEndpoints:
 
         ids = await self._bodies.work(await bodies.read(http, self._bodies.limits), encode)
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": self._engine.runner.config.max_tokens})
-
-    async def health(self, http: Request) -> Response:
-        """Say whether the engine lives: a server that is not healthy wants to be started anew."""
-        if not self._engine.alive:
-            raise Unavailable("the engine has ended")
-        return JSONResponse({"status": "ok"})
-
-    async def ready(self, http: Request) -> Response:
-        """Say whether the next request is likely to be taken: one that is not ready wants to be left alone."""
-        check_draining(self._state)
-        most = self._engine.options.max_queue
-        if most and self._engine.stats().waiting >= most:
-            raise Unavailable(f"the queue is full: {most} requests are waiting")
-        return await self.health(http)
-
-    async def metrics_text(self, http: Request) -> Response:
-        return Response(self._metrics.exposition(), media_type=PROMETHEUS_TEXT)
-
-    async def openapi(self, http: Request) -> Response:
-        return JSONResponse(self.document)
 
     def _description(self) -> dict[str, Any]:
         config = self._engine.runner.config

@@ -4,47 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from llmforge.base.errors import ForgeError
 from llmforge.serving.encoder_engine import EncoderEngine
 from llmforge.serving.http.access import ServerState
-from llmforge.serving.http.metrics import REQUEST, metrics_of_keys
-from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, refusal
+from llmforge.serving.http.metrics import CallMetrics, metrics_of_keys
+from llmforge.serving.protocol.metrics import COUNTERS, GAUGES
 
 # Bounds in seconds, about two a factor of five: from one query to thousands of passages.
 _BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
-class EncoderMetrics:
-    """Figures of one server, in a registry of its own; those of the engine are read from it at every scrape."""
+class EncoderMetrics(CallMetrics):
+    """Figures of one server; those of the engine are read from it at every scrape."""
 
     def __init__(self, engine: EncoderEngine, state: ServerState) -> None:
-        registry = CollectorRegistry()
-        self._registry = registry
-        self._answers = Counter(*ANSWERS, ["finish_reason"], registry=registry)
-        self._latency = Histogram(*REQUEST, registry=registry, buckets=_BUCKETS)
+        super().__init__(_BUCKETS)
         self._engine = engine
         self._state = state
-        registry.register(self)  # prometheus_client.registry.Collector
+        self._registry.register(self)
 
     def ended(self, seconds: float) -> None:
         """Count a call that was answered."""
         self._answers.labels("stop").inc()
         self._latency.observe(seconds)
-
-    def failed(self) -> None:
-        """Count a call that ended with an error."""
-        self._answers.labels("error").inc()
-
-    def refused(self, error: ForgeError) -> None:
-        """Count a call that was not taken on."""
-        self._answers.labels(refusal(error)).inc()
-
-    def exposition(self) -> bytes:
-        """Write all figures in Prometheus' text format."""
-        return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield gauges of what goes on in the engine, and counters of what was done."""

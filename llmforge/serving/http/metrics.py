@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from llmforge.base.errors import ForgeError
 from llmforge.serving.http.access import ServerState
@@ -22,31 +23,16 @@ _TTFT_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 _LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 
-class ServerMetrics:
-    """Figures of one server, in a registry of its own; those of the engine are read from it at every scrape."""
+class CallMetrics(Collector):
+    """Figures of the calls of one server, in a registry of its own; `collect` adds those of its engine."""
 
-    def __init__(self, engine: Serving, state: ServerState) -> None:
-        registry = CollectorRegistry()
-        self._registry = registry
-        self._answers = Counter(*ANSWERS, ["finish_reason"], registry=registry)
-        self._ttft = Histogram(*TTFT, registry=registry, buckets=_TTFT_BUCKETS)
-        self._itl = Histogram(*ITL, registry=registry, buckets=_ITL_BUCKETS)
-        self._latency = Histogram(*REQUEST, registry=registry, buckets=_LATENCY_BUCKETS)
-        self._engine = engine
-        self._state = state
-        registry.register(self)  # prometheus_client.registry.Collector
-
-    def token(self, seconds: float, first: bool) -> None:
-        """Count a token that came `seconds` after the one before it, or after the request if it is the first."""
-        (self._ttft if first else self._itl).observe(seconds)
-
-    def ended(self, finish_reason: str, seconds: float) -> None:
-        """Count a sequence that ended."""
-        self._answers.labels(finish_reason).inc()
-        self._latency.observe(seconds)
+    def __init__(self, latency_buckets: Sequence[float]) -> None:
+        self._registry = CollectorRegistry()
+        self._answers = Counter(*ANSWERS, ["finish_reason"], registry=self._registry)
+        self._latency = Histogram(*REQUEST, registry=self._registry, buckets=latency_buckets)
 
     def failed(self) -> None:
-        """Count a sequence that ended with an error."""
+        """Count a sequence, or a call, that ended with an error."""
         self._answers.labels("error").inc()
 
     def refused(self, error: ForgeError) -> None:
@@ -56,6 +42,27 @@ class ServerMetrics:
     def exposition(self) -> bytes:
         """Write all figures in Prometheus' text format."""
         return generate_latest(self._registry)
+
+
+class ServerMetrics(CallMetrics):
+    """Figures of one server; those of the engine are read from it at every scrape."""
+
+    def __init__(self, engine: Serving, state: ServerState) -> None:
+        super().__init__(_LATENCY_BUCKETS)
+        self._ttft = Histogram(*TTFT, registry=self._registry, buckets=_TTFT_BUCKETS)
+        self._itl = Histogram(*ITL, registry=self._registry, buckets=_ITL_BUCKETS)
+        self._engine = engine
+        self._state = state
+        self._registry.register(self)
+
+    def token(self, seconds: float, first: bool) -> None:
+        """Count a token that came `seconds` after the one before it, or after the request if it is the first."""
+        (self._ttft if first else self._itl).observe(seconds)
+
+    def ended(self, finish_reason: str, seconds: float) -> None:
+        """Count a sequence that ended."""
+        self._answers.labels(finish_reason).inc()
+        self._latency.observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
         """Yield gauges of what goes on in the engine, and counters of what was done."""
