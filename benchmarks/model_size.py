@@ -49,6 +49,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-4b": {
         **QWEN3, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
     },
+    "qwen3-30b-a3b": {
+        **QWEN3, "class": "Qwen3MoeConfig", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "tie_word_embeddings": False, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    },
     "llama-3-8b": {
         **LLAMA3, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
     },

@@ -4,10 +4,11 @@
 
 Calibrated on 8,192 tokens of the texts that ship, as a recipe of `init` has it: half documentation, half chats that the
 checkpoint answers, where it has a chat template. KLD is that of dequantized weights in fp32 arithmetic, on evaluation
-text: the second halves of windows of 512 tokens, and the answers of chats. Gradients, prices, answers and rows are kept
-in W, and taken from there by a later call; CPU seconds of a row are those of what comes after gradients and prices.
-Beside each size stands the uniform format that is predicted to lose least in as many bytes; intervals, 95 %, are by a
-bootstrap over windows, and that of a ratio is paired.
+text: the second halves of windows of 512 tokens, and the checkpoint's answers in the 241 chats of evaluation and of
+behaviour, 48 tokens at most. Gradients, prices, answers and rows are kept in W, and taken from there by a later call;
+CPU seconds of a row are those of what comes after gradients and prices. Beside each size stands the uniform format that
+is predicted to lose least in as many bytes; intervals, 95 %, are by a bootstrap over windows, and that of a ratio is
+paired.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class Bench:
         whole = [window for window in self._pool("evaluation") if len(window.ids) == LENGTH]
         some = [whole[place] for place in np.linspace(0, len(whole) - 1, windows).round().astype(int)]
         self.domains = {"documentation": Domain(some, [np.arange(LENGTH) >= LENGTH // 2 for _ in some])}
-        if chats := [each for each in self._pool("chat-evaluation") if each.answers is not None]:
+        held = [window for name in ("chat-evaluation", "behaviour") for window in self._pool(name)]
+        if chats := [each for each in held if each.answers is not None and each.answers.any()]:
             self.domains["answers of chats"] = Domain(chats, [_says(each.answers) for each in chats])
         self.losses = self._priced()
 
