@@ -83,6 +83,7 @@ def build(recipe: Recipe, folder: Path) -> Head:
     target, threads = targets.find(recipe.target), recipe.engine.threads or physical_cores()
     checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
     head = Eagle3Head.open(spec.checkpoint, checkpoint)
+    digest = head.checkpoint.verify()  # which refuses numbers that are none
     model = _traced(head, recipe.engine.max_context)
     texts = _texts(head)
     _hold_to_torch(head, model, texts, threads)
@@ -98,8 +99,8 @@ def build(recipe: Recipe, folder: Path) -> Head:
     return Head(
         folder / "engine",
         head.layers,
-        f"speculation: EAGLE-3 head {head.checkpoint.path.name}, {head.draft_vocabulary} tokens, reads what enters "
-        f"layers {', '.join(map(str, head.layers))}",
+        f"speculation: EAGLE-3 head {head.checkpoint.path.name} ({digest}), {head.draft_vocabulary} tokens, reads what "
+        f"enters layers {', '.join(map(str, head.layers))}",
     )
 
 

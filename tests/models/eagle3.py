@@ -11,6 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from llmforge import passes, targets
+from llmforge.backends.engines import BuildRequest
+from llmforge.backends.onnxruntime import builder as engine
+from llmforge.checkpoint import Checkpoint
+from llmforge.compile import heads
+from llmforge.ir import hidden_states
+from llmforge.recipe import Recipe
+from llmforge.rewrite.pass_base import Context
+from llmforge.runtime.config import SpeculationFacts
+from llmforge.serving import load
+from llmforge.serving.runner import Runner
+from llmforge.trace import trace
+
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, EPSILON = 256, 8, 4, 32, 512, 1e-6
 DRAFT_VOCABULARY, VOCABULARY, TARGET_HIDDEN = 500, 8192, 256
 THETA = 10000.0
@@ -118,3 +131,40 @@ def compute(
     up = z @ weight("midlayer.mlp.up_proj.weight").T
     h = h + (gate / (1 + np.exp(-gate)) * up) @ weight("midlayer.mlp.down_proj.weight").T
     return norm(h, "norm") @ weight("lm_head.weight").T, h
+
+
+RECIPE = """\
+schema: 1
+name: heads
+checkpoint: {checkpoint}
+target: local
+engine: {{max_context: 256, max_batch: 3, threads: 1}}
+passes: [fuse-norms, pack-qkv, pack-gate-up, flash-attention]
+serving: {{speculation: {{method: eagle3, max_tokens: 4, checkpoint: {head}}}}}
+"""
+
+
+def recipe(folder: Path, checkpoint: Path, head: Path) -> Recipe:
+    """Write the recipe of a model with a head into `folder`, and load it."""
+    file = folder / "heads.yaml"
+    file.write_text(RECIPE.format(checkpoint=checkpoint, head=head))
+    return Recipe.load(file)
+
+
+def head_runner(folder: Path, checkpoint: Path, head: Path) -> Runner:
+    """Build a checkpoint with a head that drafts for it into `folder`, in fp32, and load both."""
+    asked = recipe(folder, checkpoint, head)
+    (folder / "head").mkdir()
+    built = heads.build(asked, folder / "head")
+    opened, target = Checkpoint.open(checkpoint), targets.local()
+    model = trace(opened)
+    hidden_states.expose(model, built.layers)
+    for step in asked.instantiate(passes.ALL):
+        assert step.run(model, Context(target))
+    lowered, _ = engine.lower(model, target)
+    ends = opened.eos_token_ids, opened.bos_token_id
+    facts = SpeculationFacts("eagle3", 4)
+    engine.build(BuildRequest(lowered, folder / "engine", asked.engine, target, *ends, speculation=facts))
+    engine.write_tokenizer(opened, folder / "tokenizer")
+    built.copy_into(folder)
+    return load(folder)
