@@ -67,6 +67,7 @@ def recipe_of(recipe: Recipe) -> Recipe | None:
         "serving.speculation": "off",
         "engine.max_context": recipe.engine.max_context,
         "engine.max_batch": recipe.engine.max_batch,
+        **({} if recipe.engine.kv_cache is None else {"engine.kv_cache": "slots"}),
         **({} if spec.checkpoint is None else {"checkpoint": str(spec.checkpoint)}),
     }
     return Recipe.load(path, [*given, *(f"{key}={json.dumps(value)}" for key, value in changes.items())])

@@ -208,7 +208,7 @@ def recipe(tmp_path: Path, checkpoint: Path, *overrides: str) -> Recipe:
     [
         ("serving.speculation={method: eagle3}", "method is eagle3; expected `checkpoint`, the folder of the head"),
         ("serving.speculation={method: mtp}", "multi-token prediction .MTP. or other heads are not"),
-        ("engine.kv_cache=paged", "drafts are not verified over blocks"),
+        ("engine.kv_cache=paged", "engine.kv_cache is paged; expected slots: serving.speculation is eagle3"),
     ],
 )
 def test_recipes_of_what_is_not_built_are_refused(tmp_path, sample_checkpoint, override, message):
