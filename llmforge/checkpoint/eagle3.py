@@ -5,10 +5,10 @@ safetensors with
 
 - `fc.weight` [hidden, 3 · target's hidden]: of what enters three layers of the target;
 - `midlayer.*`: a layer of Llama whose q, k and v read [normed embedding, normed states], 2 · hidden; `hidden_norm`;
-- `norm.weight`, `lm_head.weight` [draft vocabulary, hidden];
+- weights of a last norm and of a head, norm and lm_head, [draft vocabulary, hidden];
 - `d2t` int64 [draft vocabulary]: what to add to the number of a draft token for the target's, where the draft
   vocabulary is a part of the target's; `t2d` says the same from the other side, and is not read;
-- `embed_tokens.weight` [vocabulary, hidden]; where it is missing, the target's.
+- an embedding, embed_tokens, [vocabulary, hidden]; where it is missing, the target's.
 """
 
 from __future__ import annotations

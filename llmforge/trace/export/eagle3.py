@@ -33,7 +33,7 @@ from llmforge.trace.hooks import internals, rotary
 from llmforge.trace.hooks.attention import AttentionHook
 
 
-class States:
+class StepStates:
     """The hidden states of a step; apart from modules, whose attributes torch.export does not let a trace set."""
 
     hidden: Tensor  # [B, S, 3 · target's hidden]
@@ -44,7 +44,7 @@ class States:
 class Eagle3Layer(LlamaDecoderLayer):
     """The layer of a head: it is given embeddings, and reads hidden states beside them."""
 
-    def __init__(self, config: Any, head: Eagle3Head, states: States) -> None:
+    def __init__(self, config: Any, head: Eagle3Head, states: StepStates) -> None:
         super().__init__(config, 0)
         size = config.hidden_size
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -66,9 +66,9 @@ class Eagle3Layer(LlamaDecoderLayer):
         return self._states.next
 
 
-def model_of(head: Eagle3Head, attention: str) -> tuple[PreTrainedModel, States]:
+def model_of(head: Eagle3Head, attention: str) -> tuple[PreTrainedModel, StepStates]:
     """Build the model of `head`, its parameters on the meta device."""
-    config, states = head.checkpoint.config, States()
+    config, states = head.checkpoint.config, StepStates()
     model: Any = skeleton.on_meta(config, attention)
     with torch.device("meta"):
         model.lm_head = nn.Linear(config.hidden_size, head.draft_vocabulary, bias=False)
@@ -80,7 +80,7 @@ def model_of(head: Eagle3Head, attention: str) -> tuple[PreTrainedModel, States]
 class TracedHead(capture.Traced):
     """The head with the inputs and outputs of the dialect."""
 
-    def __init__(self, model: PreTrainedModel, attention: AttentionHook, tables: rotary.Tables, states: States) -> None:
+    def __init__(self, model: PreTrainedModel, attention: AttentionHook, tables: rotary.Tables, states: StepStates) -> None:
         super().__init__(model, attention, tables)
         self._states = states
 
