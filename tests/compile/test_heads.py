@@ -21,7 +21,7 @@ from llmforge.compile import drafts, heads
 from llmforge.recipe import EngineSpec, Recipe
 from llmforge.rewrite.pass_base import Changes, Context, Numerics, Rewritten
 from llmforge.runtime.config import DRAFT_FOLDER, SpeculationFacts
-from llmforge.serving import Sampling, load
+from llmforge.serving import Request, Sampling, load
 from llmforge.trace.export.eagle3 import HeadReference, model_of
 from llmforge.trace.export.weights import plan
 
@@ -246,9 +246,10 @@ def test_a_head_is_quantized_by_a_recipe_and_ships(tmp_path, sample_checkpoint):
     assert str(tmp_path) not in opened.manifest.recipe["serving"]["speculation"]["checkpoint"]
     runner = load(result.path)
     assert runner.config.speculation == SpeculationFacts("eagle3", 4)
-    sampling = Sampling(max_tokens=60, ignore_eos=True)
-    chunks = list(runner.generate(tuple(runner.encode("The file is")), sampling))
-    assert chunks[-1].usage.accepted_tokens > 0
+    asked = [Request(tuple(runner.encode("The file is")), Sampling(max_tokens=60, ignore_eos=True))]
+    [drafted], stats = eagle3.answered(runner, asked, eagle3.drafting(runner))
+    assert stats.accepted_tokens > 0
+    assert drafted.tokens == eagle3.answered(runner, asked, None)[0][0].tokens
     model = repository.of_artifact(opened)
     assert 'key: "speculation" value { string_value: "eagle3" }' in repository.config(model, ".")
 

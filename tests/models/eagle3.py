@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,20 @@ from llmforge.ir import hidden_states
 from llmforge.recipe import Recipe
 from llmforge.rewrite.pass_base import Context
 from llmforge.runtime.config import SpeculationFacts
-from llmforge.serving import load
+from llmforge.serving import EngineOptions, Request, load
+from llmforge.serving.drafting import speculation_of
+from llmforge.serving.interface import EngineStats
 from llmforge.serving.runner import Runner
+from llmforge.serving.scheduler import SlotScheduler
+from llmforge.serving.speculation import Speculation
 from llmforge.trace import trace
+
+from .small_engines import AlwaysPays, Received
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INTERMEDIATE, EPSILON = 256, 8, 4, 32, 512, 1e-6
 DRAFT_VOCABULARY, VOCABULARY, TARGET_HIDDEN = 500, 8192, 256
 THETA = 10000.0
+ROWS, CAPACITY = 3, 256
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -168,3 +175,33 @@ def head_runner(folder: Path, checkpoint: Path, head: Path) -> Runner:
     engine.write_tokenizer(opened, folder / "tokenizer")
     built.copy_into(folder)
     return load(folder)
+
+
+def drafting(runner: Runner) -> Speculation:
+    """Draft by the head, and verify every draft."""
+    made = speculation_of(runner, ROWS)
+    assert made is not None
+    return Speculation(made.proposer, AlwaysPays(), made.max_tokens)
+
+
+def answered(
+    runner: Runner,
+    requests: Sequence[Request],
+    speculation: Speculation | None,
+    *,
+    leaves: Sequence[int | None] = (),
+    prefix_cache_bytes: int = 0,
+) -> tuple[list[Received], EngineStats]:
+    """Run requests three at a time; the caller of number n loses interest after `leaves[n]` steps."""
+    options = EngineOptions(max_queue=999, step_tokens=64, prefix_cache_bytes=prefix_cache_bytes)
+    cache = runner.session.allocate(ROWS, CAPACITY)
+    scheduler = SlotScheduler(runner.session, cache, runner.samplers, options, speculation=speculation, chunk=16)
+    received = [Received() for _ in requests]
+    tickets = [scheduler.add(each, answer.receive) for each, answer in zip(requests, received, strict=True)]
+    steps = 0
+    while scheduler.step():
+        steps += 1
+        for ticket, left in zip(tickets, leaves, strict=False):
+            if left == steps:
+                ticket.cancelled = True
+    return received, scheduler.stats()

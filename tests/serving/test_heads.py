@@ -17,27 +17,17 @@ from llmforge.serving.drafting import speculation_of
 from llmforge.serving.engine import Engine
 from llmforge.serving.heads import DraftHead
 from llmforge.serving.interface import EngineStats
-from llmforge.serving.scheduler import SlotScheduler
-from llmforge.serving.speculation import Speculation
 
-from ..models.eagle3 import head_runner
-from ..models.small_engines import AlwaysPays, Received
+from ..models.eagle3 import ROWS, answered, drafting, head_runner
+from ..models.small_engines import Received
 
 DATA = Path(__file__).parents[1] / "data"
 HEAD = DATA / "eagle3-docs-llama-7m"
-ROWS, CAPACITY = 3, 256
 
 
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory, sample_checkpoint) -> Runner:
     return head_runner(tmp_path_factory.mktemp("heads"), sample_checkpoint, HEAD)
-
-
-def drafting(runner: Runner) -> Speculation:
-    """Draft by the head, and verify every draft."""
-    made = speculation_of(runner, ROWS)
-    assert made is not None
-    return Speculation(made.proposer, AlwaysPays(), made.max_tokens)
 
 
 def prompts(runner: Runner, count: int, tokens: int = 24) -> list[tuple[int, ...]]:
@@ -47,29 +37,6 @@ def prompts(runner: Runner, count: int, tokens: int = 24) -> list[tuple[int, ...
     made = [tuple(each[at : at + tokens]) for each in ids for at in range(0, len(each) - tokens, 2 * tokens)]
     assert len(made) >= count
     return made[:count]
-
-
-def answered(
-    runner: Runner,
-    requests: Sequence[Request],
-    speculation: Speculation | None,
-    *,
-    leaves: Sequence[int | None] = (),
-    prefix_cache_bytes: int = 0,
-) -> tuple[list[Received], EngineStats]:
-    """Run requests three at a time; the caller of number n loses interest after `leaves[n]` steps."""
-    options = EngineOptions(max_queue=999, step_tokens=64, prefix_cache_bytes=prefix_cache_bytes)
-    cache = runner.session.allocate(ROWS, CAPACITY)
-    scheduler = SlotScheduler(runner.session, cache, runner.samplers, options, speculation=speculation, chunk=16)
-    received = [Received() for _ in requests]
-    tickets = [scheduler.add(each, answer.receive) for each, answer in zip(requests, received, strict=True)]
-    steps = 0
-    while scheduler.step():
-        steps += 1
-        for ticket, left in zip(tickets, leaves, strict=False):
-            if left == steps:
-                ticket.cancelled = True
-    return received, scheduler.stats()
 
 
 def require_same(runner: Runner, requests: Sequence[Request]) -> EngineStats:

@@ -80,7 +80,9 @@ def model_of(head: Eagle3Head, attention: str) -> tuple[PreTrainedModel, StepSta
 class TracedHead(capture.Traced):
     """The head with the inputs and outputs of the dialect."""
 
-    def __init__(self, model: PreTrainedModel, attention: AttentionHook, tables: rotary.Tables, states: StepStates) -> None:
+    def __init__(
+        self, model: PreTrainedModel, attention: AttentionHook, tables: rotary.Tables, states: StepStates
+    ) -> None:
         super().__init__(model, attention, tables)
         self._states = states
 
@@ -92,13 +94,12 @@ class TracedHead(capture.Traced):
         lengths: Tensor,
         text_lengths: Tensor,
         logits_rows: Tensor,
-        hidden_states: Tensor,
-        draft_states: Tensor,
+        states: list[Tensor],
         caches: list[dict[str, Tensor]],
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Trace one step: logits, the states of its places, and the caches after it."""
         self._selection.rows = logits_rows
-        self._states.hidden, self._states.own = hidden_states, draft_states
+        self._states.hidden, self._states.own = states
         logits, layers = self.run(input_ids, position_ids, past_lengths, lengths, text_lengths, caches)
         present = [layer.present[part] for layer, parts in zip(layers, caches, strict=True) for part in parts]
         return logits, self._states.next, present
@@ -144,8 +145,8 @@ def _export(traced: TracedHead, shapes: capture.Shapes, widths: Sequence[int]) -
     cached = [{part: {0: batch, 2: capacity} for part in parts} for parts in shapes]
     program = torch.export.export(
         traced,
-        (*inputs, *states, caches),
-        dynamic_shapes=(tokens, tokens, one, one, one, {0: rows}, tokens, tokens, cached),
+        (*inputs, states, caches),
+        dynamic_shapes=(tokens, tokens, one, one, one, {0: rows}, [tokens, tokens], cached),
         strict=False,
         prefer_deferred_runtime_asserts_over_guards=True,
     )
