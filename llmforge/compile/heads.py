@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 from llmforge import passes, targets
 from llmforge.backends import engines, loading
 from llmforge.backends.engines import BuildRequest
-from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import ForgeError, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.eagle3 import Eagle3Head
@@ -29,7 +29,7 @@ from llmforge.recipe import Recipe
 from llmforge.rewrite import pass_base
 from llmforge.rewrite.pass_base import Context, Numerics
 from llmforge.runtime.config import DRAFT_FOLDER, FILE, RuntimeConfig, physical_cores
-from llmforge.runtime.interface import StepInputs
+from llmforge.runtime.interface import Decoder, StepInputs
 from llmforge.verification import probe
 from llmforge.verification.verifier import TOLERANCE
 
@@ -129,7 +129,7 @@ def _texts(head: Eagle3Head) -> list[_Text]:
     return made
 
 
-def _run(session: Session, text: _Text) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _run(session: Decoder[Any], text: _Text) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Run a text in steps over a cache: logits [S, vocabulary] and the next states [S, hidden]."""
     cache, past = session.allocate(1, len(text.ids)), 0
     logits, states = [], []

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from llmforge.base.errors import InputError, UsageError
 from llmforge.checkpoint.documents import read_documents
@@ -146,6 +148,22 @@ def submitted(engine: Engine, request: Request) -> Received:
     received = Received()
     engine.submit(request, received.receive)
     return received
+
+
+def test_an_engine_gives_what_enters_the_layers_that_its_head_reads(runner, sample_checkpoint):
+    """Against transformers, of which the graph with this output was held to nothing else."""
+    [text] = prompts(runner, 1, 40)
+    session, cache = runner.session, runner.session.allocate(1, 64)
+    made = []
+    for past, count in ((0, 30), (30, 9), (39, 1)):
+        session.step(StepInputs(np.array([text[past : past + count]]), np.array([past], np.int32)), cache)
+        assert session.hidden_states is not None
+        made.append(session.hidden_states[0].copy())
+    model = AutoModelForCausalLM.from_pretrained(sample_checkpoint, dtype=torch.float32)
+    with torch.inference_mode():
+        found = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    expected = np.concatenate([found[layer][0].numpy() for layer in (2, 3, 5)], -1)
+    assert np.abs(np.concatenate(made) - expected).max() < 1e-4 * expected.std()
 
 
 def test_a_head_drafts_what_it_gives_of_the_whole_text(runner):

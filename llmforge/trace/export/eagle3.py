@@ -41,7 +41,7 @@ class StepStates:
     next: Tensor  # [B, S, hidden], what the layer gave
 
 
-class Eagle3Layer(LlamaDecoderLayer):
+class Eagle3Layer(LlamaDecoderLayer):  # type: ignore[no-untyped-call]
     """The layer of a head: it is given embeddings, and reads hidden states beside them."""
 
     def __init__(self, config: Any, head: Eagle3Head, states: StepStates) -> None:
@@ -189,5 +189,6 @@ def _read(entry: Any) -> Tensor:
     file: Path = entry.file
     if file.suffix != ".safetensors":
         raise UnsupportedError(f"{file}: heads share embeddings of safetensors, not of {file.suffix}")
-    with safe_open(file, "pt") as opened:  # type: ignore[no-untyped-call]
-        return opened.get_tensor(entry.name).float()  # type: ignore[no-any-return]
+    with safe_open(file, "pt") as opened:
+        stored: Tensor = opened.get_tensor(entry.name)
+        return stored.float()
