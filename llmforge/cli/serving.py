@@ -56,7 +56,7 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
             callback=lambda context, parameter, mib: mib << 20,
         ),
         click.option(
-            "--speculation", type=click.Choice(["off", "prompt-lookup", "draft"]),
+            "--speculation", type=click.Choice(["off", "prompt-lookup", "draft", "eagle3"]),
             help="Speculative decoding; does not change answers. Defaults to what ARTIFACT was built with.",
         ),
     )  # fmt: skip

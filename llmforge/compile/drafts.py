@@ -1,4 +1,4 @@
-"""The smaller model that drafts tokens: built as any other, its engine lies in that of the model that it drafts for."""
+"""What drafts tokens: a smaller model, built as any other, or a head. Its engine lies in that of the artifact."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmforge import targets
 from llmforge.backends import BACKENDS
 from llmforge.base.errors import InputError, UnsupportedError
+from llmforge.compile import heads
+from llmforge.compile.heads import Head
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.runtime.config import DRAFT_FOLDER, SpeculationFacts
 
@@ -58,28 +61,50 @@ def recipe_of(recipe: Recipe) -> Recipe | None:
     spec = recipe.serving.draft
     if spec is None or spec.method != "draft":
         return None
-    if BACKENDS[recipe.engine.backend].export_format is not None or recipe.engine.deferred:
-        raise UnsupportedError(
-            f"{recipe.where('serving', 'speculation')}: a draft ships with an engine of llmforge's own that is built "
-            "here",
-            hint="remove `method: draft`, or choose another backend",
-        )
+    _require_own_engine(recipe, "a draft")
     path, given = (recipe.path, recipe.overrides) if spec.recipe is None else (spec.recipe, ())
     changes = {
         "serving.speculation": "off",
         "engine.max_context": recipe.engine.max_context,
         "engine.max_batch": recipe.engine.max_batch,
+        **({} if recipe.engine.kv_cache is None else {"engine.kv_cache": "slots"}),
         **({} if spec.checkpoint is None else {"checkpoint": str(spec.checkpoint)}),
     }
     return Recipe.load(path, [*given, *(f"{key}={json.dumps(value)}" for key, value in changes.items())])
 
 
+def _require_own_engine(recipe: Recipe, what: str) -> None:
+    """Return if the engine of `recipe` is one of ours, and is built here."""
+    if BACKENDS[recipe.engine.backend].export_format is not None or recipe.engine.deferred:
+        raise UnsupportedError(
+            f"{recipe.where('serving', 'speculation')}: {what} ships with an engine of llmforge's own that is built "
+            "here",
+            hint="remove `speculation`, or choose another backend",
+        )
+
+
+def _require_heads(recipe: Recipe) -> None:
+    """Return if the engine of `recipe` can give hidden states."""
+    _require_own_engine(recipe, "an EAGLE-3 head")
+    engine = recipe.engine
+    if engine.backend != "onnxruntime" or targets.find(recipe.target).kind != "cpu" or engine.tensor_parallel > 1:
+        raise UnsupportedError(
+            f"{recipe.where('serving', 'speculation')}: EAGLE-3 heads are compiled for ONNX Runtime on one CPU",
+            hint="use `method: prompt-lookup` or `method: draft`",
+        )
+
+
 @contextmanager
-def built(recipe: Recipe, build: Callable[[Recipe, Path], Path]) -> Iterator[Draft | None]:
-    """Have the model that drafts for what `recipe` builds until the `with` block ends; None: none does.
+def built(recipe: Recipe, build: Callable[[Recipe, Path], Path]) -> Iterator[Draft | Head | None]:
+    """Have the model or the head that drafts for what `recipe` builds until the `with` block ends; None: none does.
 
     `build` makes an artifact of a recipe in a folder, and measures nothing.
     """
+    if recipe.serving.draft is not None and recipe.serving.draft.method == "eagle3":
+        _require_heads(recipe)
+        with tempfile.TemporaryDirectory(prefix="llmforge-head-") as folder:
+            yield heads.build(recipe, Path(folder))
+        return
     wanted = recipe_of(recipe)
     if wanted is None:
         yield None

@@ -18,6 +18,7 @@ from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile.attribution import LayerShare
 from llmforge.compile.drafts import Draft
 from llmforge.compile.evidence import Clock, Evidence
+from llmforge.compile.heads import Head
 from llmforge.compile.lock import Lock, StageDigests
 from llmforge.compile.lossy_parts import LossyStep
 from llmforge.compile.overlap import Overlap, PendingProof
@@ -113,7 +114,7 @@ class CompileState:
     clock: Clock  # counts stages, and shows them
     hashing: Hashing
     notes: list[str] = field(default_factory=list)  # for the report
-    draft: Draft | None = None  # the model that drafts tokens for this one
+    draft: Draft | Head | None = None  # what drafts tokens for this model
 
     # recipe
     checked: CheckedRecipe = field(init=False)

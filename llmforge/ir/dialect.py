@@ -28,6 +28,8 @@ __all__ = ["AttentionForm", "attention", "caches", "check", "expand"]
 INPUTS: Mapping[str, tuple[Dtypes, int]] = {
     interface.INPUT_IDS: (I64, 2),
     interface.INPUTS_EMBEDS: (FP32, 3),
+    interface.HIDDEN_STATES: (FP32, 3),
+    interface.DRAFT_STATES: (FP32, 3),
     interface.POSITION_IDS: (I64, 2),
     interface.PAST_LENGTHS: (I32, 1),
     interface.LENGTHS: (I32, 1),
@@ -156,8 +158,12 @@ def _check_interface(model: ir.Model) -> None:
     _require(interface.LOGITS in outputs, f"graph output {interface.LOGITS!r}", "is missing")
     _check_value(outputs[interface.LOGITS], f"graph output {interface.LOGITS!r}", FLOATS, frozenset({3}), typed=True)
     known = {interface.LOGITS} | {interface.present_of(name) for name in inputs if interface.PAST.fullmatch(name)}
-    for name in outputs:
-        _require(name in known, f"graph output {name!r}", "is unknown: logits, and one present for every past")
+    states = {interface.HIDDEN_STATES, interface.NEXT_STATES}
+    for name, value in outputs.items():
+        where = f"graph output {name!r}"
+        _require(name in known | states, where, "is unknown: logits, states, and one present for every past")
+        if name in states:
+            _check_value(value, where, FP32, frozenset({3}), typed=True)
 
 
 def _check_encoder(inputs: Mapping[str, ir.Value], outputs: Mapping[str, ir.Value]) -> None:

@@ -50,6 +50,10 @@ PLACES = frozenset(
     }
     | PAGED
 )
+# Of a head that drafts by what its target computed (docs/dialect.md): a target gives the first, a head takes it.
+HIDDEN_STATES = "hidden_states"  # fp32 [batch, sequence, widths]: what enters some layers, side by side
+DRAFT_STATES = "draft_states"  # fp32 [batch, sequence, hidden]: in their place, of tokens that the head drafted itself
+NEXT_STATES = "next_draft_states"  # fp32 [batch, sequence, hidden]: what a head gives for those
 ADAPTER_IDS = "adapter_ids"  # int64 [batch]: the adapter of each row, from 1 on; 0: none
 # Of a graph that reads whole sequences side by side, without a cache; its `input_ids` are [1, tokens]:
 SEQUENCE_STARTS = "sequence_starts"  # int32 [sequences + 1]: where the tokens of each begin, and the last one ends

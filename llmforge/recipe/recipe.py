@@ -93,12 +93,12 @@ class Recipe(Section):
         """Why serving, as the recipe wants it, needs a slot for each sequence; None: it does not."""
         if self.serving.draft is None:
             return None
-        return f"serving.speculation is {self.serving.draft.method}, and drafts are not verified over blocks"
+        return f"serving.speculation is {self.serving.draft.method}, and no device has verified drafts over blocks"
 
     @model_validator(mode="after")
     def _serves_from_its_cache(self) -> Self:
-        if self.engine.kv_cache == "paged" and self.slots_reason is not None:
-            raise ValueError(f"engine.kv_cache is paged; expected slots: {self.slots_reason}")
+        if self.engine.kv_cache == "paged" and self.serving.draft is not None and self.serving.draft.method == "eagle3":
+            raise ValueError("engine.kv_cache is paged; expected slots: serving.speculation is eagle3")
         return self
 
     @classmethod

@@ -44,23 +44,39 @@ class TritonSpec(Section):
 class SpeculationSpec(Section):
     """Who drafts tokens, and how many at once; drafts are verified, and change no answer."""
 
-    method: Literal["prompt-lookup", "draft"] = Field(
-        description="prompt-lookup: what followed the last words where they stood before; draft: a smaller model"
+    method: Literal["prompt-lookup", "draft", "eagle3"] = Field(
+        description="prompt-lookup: what followed the last words where they stood before; draft: a smaller model; "
+        "eagle3: a head that reads what the model computed"
     )
     max_tokens: int = Field(
         default=MOST_DRAFT_TOKENS, ge=1, le=MOST_DRAFT_TOKENS, description="maximum number of tokens of a draft"
     )
     checkpoint: RecipePath | None = Field(
         default=None,
-        description="with method draft: folder of a smaller checkpoint with the same tokenizer, relative to the recipe",
+        description="with method draft: folder of a smaller checkpoint with the same tokenizer, relative to the "
+        "recipe; with method eagle3: folder of the head",
     )
     recipe: RecipePath | None = Field(
-        default=None, description="with method draft: the recipe of the smaller engine; default: this one"
+        default=None, description="with method draft or eagle3: the recipe of the smaller engine; default: this one"
     )
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _is_built(cls, method: object) -> object:
+        if method in ("mtp", "eagle", "medusa", "heads"):
+            raise ValueError(
+                f"must be 'prompt-lookup', 'draft' or 'eagle3', not {method!r}: of heads, EAGLE-3's are compiled, and "
+                "layers for multi-token prediction (MTP) or other heads are not"
+            )
+        return method
 
     @model_validator(mode="after")
     def _draft_has_a_model(self) -> Self:
         given = self.checkpoint is not None or self.recipe is not None
+        if self.method == "eagle3":
+            if self.checkpoint is None:
+                raise ValueError("method is eagle3; expected `checkpoint`, the folder of the head")
+            return self
         if given != (self.method == "draft"):
             expected = "expected none of `checkpoint` and `recipe`" if given else "expected `checkpoint` or `recipe`"
             raise ValueError(f"method is {self.method}; {expected}")

@@ -146,10 +146,11 @@ class PluginFacts:
 class SpeculationFacts:
     """How the engine drafts tokens, where whoever loads it does not say otherwise.
 
-    `draft`: by the engine in the folder `draft` beside this file.
+    `draft`: by the engine in the folder `draft` beside this file; `eagle3`: by the head in that folder, which reads
+    what this engine computed.
     """
 
-    method: Literal["prompt-lookup", "draft"]
+    method: Literal["prompt-lookup", "draft", "eagle3"]
     max_tokens: int  # of a draft, 1 to `MOST_DRAFT_TOKENS`
 
 

@@ -94,6 +94,8 @@ class StepInputs(NamedTuple):
         adapters: [B], the adapter of each row, 0 for none, where the graph takes them; None: no row has one.
         temperatures: fp32 [B], more than 0, what each row's masses are summed at; None: 1.
         draws: fp32 [B, fields of `interface.Draw`], what each row's next token is guessed with; None: greedily.
+        hidden_states: fp32 [B, S, width], of a head that drafts: what its target computed; None: zeros.
+        draft_states: fp32 [B, S, hidden], what it computed itself for tokens that it drafted; None: zeros.
     """
 
     ids: NDArray[np.int64]
@@ -104,6 +106,8 @@ class StepInputs(NamedTuple):
     adapters: Counts | None = None
     temperatures: NDArray[np.float32] | None = None
     draws: NDArray[np.float32] | None = None
+    hidden_states: NDArray[np.float32] | None = None
+    draft_states: NDArray[np.float32] | None = None
 
     def only(self, b: int) -> StepInputs:
         """Give those of row `b` alone."""
@@ -116,7 +120,11 @@ class StepInputs(NamedTuple):
         rows = None if signature.gives_all_rows else _LAST_ROW if self.rows is None else self.rows
         if rows is not None and signature.chooses_by_row:
             rows = _among_all(rows, *self.ids.shape)
-        return feeds(signature.inputs, self._replace(rows=rows), growing=signature.growing)
+        made = feeds(signature.inputs, self._replace(rows=rows), growing=signature.growing)
+        for name, width in signature.hidden_widths.items():
+            if name in signature.inputs and name not in made:
+                made[name] = np.zeros((*self.ids.shape, width), np.float32)
+        return made
 
 
 def feeds(names: Collection[str], inputs: StepInputs, *, growing: bool = False) -> dict[str, NDArray[Any]]:
@@ -154,6 +162,8 @@ def feeds(names: Collection[str], inputs: StepInputs, *, growing: bool = False) 
         interface.CHOSEN_IDS: lambda: np.zeros(1, np.int64),
     }
     made = {name: make() for name, make in known.items() if name in names}
+    states = {interface.HIDDEN_STATES: inputs.hidden_states, interface.DRAFT_STATES: inputs.draft_states}
+    made |= {name: value for name, value in states.items() if name in names and value is not None}
     if inputs.rows is not None:
         made[interface.LOGITS_ROWS] = np.ascontiguousarray(inputs.rows, np.int64)
     return made
@@ -214,6 +224,8 @@ class Decoder(ABC, Generic[C]):
     # a row of padding costs as much as any other and gains nothing.
     buckets: tuple[int, ...] = ()
     signature: Signature
+    # fp32 [B, S, width], what the step that ran last gave where `Signature.gives_hidden`; the next one overwrites it.
+    hidden_states: NDArray[np.float32] | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -309,8 +321,11 @@ class Decoder(ABC, Generic[C]):
         split = self.rows_alone and (shape[1] > 1 or ids.shape not in self.prompt_shapes)
         split |= self.signature.one_row_continuations and bool(inputs.past_lengths.any())
         if split and cache.batch > 1 and ids.shape[1] > 1:
+            states = []
             for b in range(cache.batch):
                 self._run_together(inputs.only(b), cache.rows(b, b + 1), out[b : b + 1])
+                states += [] if self.hidden_states is None else [self.hidden_states.copy()]
+            self.hidden_states = np.concatenate(states) if states else None
         else:
             self._run_together(inputs, cache, out)
         return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from llmforge.base.errors import InputError, UnsupportedError
@@ -36,12 +36,15 @@ ELEMENTS: Mapping[str, ElementType] = MappingProxyType({each.name: each for each
 _FED = interface.PLACES | {
     interface.INPUT_IDS,
     interface.INPUTS_EMBEDS,
+    interface.HIDDEN_STATES,
+    interface.DRAFT_STATES,
     interface.ADAPTER_IDS,
     interface.LOGITS_ROWS,
     interface.TEMPERATURES,
     interface.DRAWS,
     interface.CHOSEN_IDS,
 }
+_HIDDEN = (interface.HIDDEN_STATES, interface.DRAFT_STATES, interface.NEXT_STATES)
 # ONNX Runtime 1.31 has a kernel for one token, and from two tokens on equal bits (measured, docs/runtime.md). Our own
 # attention has one for up to 8 queries (FEW_QUERIES in native/impl.inc).
 _STEADY_FROM, _STEADY_FROM_OWN = 2, 9
@@ -86,6 +89,7 @@ class Signature:
     `growing`: its caches grow in every step, and are not written in place. `declared_rows`: how many rows of logits it
     declares to give; None: any number. `own_kernels`: kernels of llmforge's own run some of its nodes.
     `chooses_by_row`: each row of a step chooses its own tokens for logits (`llmforge.ir.logits_rows.choose_by_row`).
+    `hidden_widths`: the width of each input and output of hidden states (`interface.HIDDEN_STATES` and the two after).
     """
 
     inputs: tuple[str, ...]
@@ -98,6 +102,7 @@ class Signature:
     own_kernels: bool = False
     block_size: int | None = None
     chooses_by_row: bool = False
+    hidden_widths: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @classmethod
     def of(
@@ -142,7 +147,13 @@ class Signature:
             own_kernels=own_kernels,
             block_size=_block_size(past, where) if paged else None,
             chooses_by_row=any(value.name == interface.LOGITS_ROWS and len(value.shape) == 2 for value in inputs),
+            hidden_widths={value.name: _width(value, where) for value in (*inputs, *outputs) if value.name in _HIDDEN},
         )
+
+    @property
+    def gives_hidden(self) -> str | None:
+        """The output of hidden states; None: there is none."""
+        return next((name for name in self.hidden_widths if name in self.outputs), None)
 
     @property
     def cache_types(self) -> dict[str, str]:
@@ -196,6 +207,17 @@ class Signature:
         if interface.TEXT_LENGTHS in self.inputs:
             return "rotary angles of cached keys depend on the length of the whole text"
         return None
+
+
+def _width(value: Argument, where: str) -> int:
+    """Read the width of an input or output of hidden states."""
+    width = value.shape[2] if len(value.shape) == 3 else None
+    if not isinstance(width, int) or value.type != "tensor(float)":
+        raise UnsupportedError(
+            f"{where}: {value.name} is {value.type} {list(value.shape)}; expected fp32 [batch, sequence, width] with "
+            "a fixed width"
+        )
+    return width
 
 
 def _reads_growing_caches(

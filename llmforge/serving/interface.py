@@ -25,8 +25,8 @@ class EngineOptions:
     step: every decoding sequence gets its token first, the rest is for prefill; less of it makes tokens come more
     evenly, and prefill slower. `prefix_cache_bytes` bounds the prefix cache (0: there is none). `speculation`
     "prompt-lookup" drafts tokens from the text itself, "draft" by a smaller model, the artifact's own or a second
-    artifact; None: as the artifact says. Drafts are verified where that was measured to be faster, and outputs stay
-    what they are but for ties within the rounding of a kernel.
+    artifact, "eagle3" by the artifact's own head; None: as the artifact says. Drafts are verified where that was
+    measured to be faster, and outputs stay what they are but for ties within the rounding of a kernel.
     `timeout_s` is the default deadline of a request of their own. `prefixes` are in the prefix cache from the start,
     from files in `prefix_store` where they are there; what is not is computed, and written there.
     """
@@ -34,7 +34,7 @@ class EngineOptions:
     max_queue: int = 128
     step_tokens: int = PREFILL_CHUNK
     prefix_cache_bytes: int = 512 << 20
-    speculation: Literal["off", "prompt-lookup", "draft"] | None = None
+    speculation: Literal["off", "prompt-lookup", "draft", "eagle3"] | None = None
     timeout_s: float | None = None
     prefixes: tuple[Prefix, ...] = ()
     prefix_store: Path | None = None
@@ -46,8 +46,8 @@ class EngineOptions:
             raise UsageError(f"step_tokens {self.step_tokens}: expected 1 or more")
         if self.prefix_cache_bytes < 0:
             raise UsageError(f"prefix_cache_bytes {self.prefix_cache_bytes}: expected 0 (disabled) or more")
-        if self.speculation not in (None, "off", "prompt-lookup", "draft"):
-            raise UsageError(f"speculation {self.speculation!r}: expected off, prompt-lookup or draft")
+        if self.speculation not in (None, "off", "prompt-lookup", "draft", "eagle3"):
+            raise UsageError(f"speculation {self.speculation!r}: expected off, prompt-lookup, draft or eagle3")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise UsageError(f"timeout_s {self.timeout_s}: expected more than 0")
 

@@ -65,7 +65,7 @@ class Runner(PromptEncoder):
 
     @functools.cached_property
     def draft(self) -> Runner | None:
-        """The artifact's own smaller model, which drafts tokens (`RuntimeConfig.speculation`); None: it has none.
+        """The artifact's own smaller model, or head, which drafts tokens (`RuntimeConfig.speculation`); None: none.
 
         It is loaded when it is first asked for, and raises what `load` raises.
         """
@@ -243,7 +243,7 @@ def load(artifact: Path, threads: int | None = None, device: int = 0, template: 
         return Runner(open_engine(folder, config, threads, device), config, prompts.tokenizer, None)
 
     facts = prompts.config.speculation
-    drafts = facts is not None and facts.method == "draft"
+    drafts = facts is not None and facts.method != "prompt-lookup"
     return Runner(session, prompts.config, prompts.tokenizer, prompts.template, load_draft if drafts else None)
 
 

@@ -3,7 +3,8 @@
 Nothing is lost by it. The decoder gives the distribution after every drafted token, a token is sampled from each with
 the sequence's own random numbers, as without a draft, and the draft only decides whether the next distribution may be
 used. Who drafts: `PromptLookup` repeats what followed the last words where they stood before (Saxena 2023, "Prompt
-Lookup Decoding"); `DraftModel` asks a smaller model of the same vocabulary (Leviathan et al. 2023, arXiv 2211.17192).
+Lookup Decoding"); `DraftModel` asks a smaller model of the same vocabulary (Leviathan et al. 2023, arXiv 2211.17192);
+`heads.DraftHead` a layer that reads what the decoder computed.
 `Payoff` measures whether it is faster, and decides.
 """
 
@@ -17,9 +18,11 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmforge.runtime.config import MOST_DRAFT_TOKENS
 from llmforge.runtime.interface import C, Decoder, StepInputs
+from llmforge.serving.heads import DraftHead
 
 
 class Proposer(Protocol):
@@ -205,6 +208,13 @@ class Speculation:
         if most < 1 or not self.payoff.pays(key, most, rows):
             return []
         return self.proposer.propose(key, tokens, most)
+
+    def observe(self, key: Hashable, tokens: Sequence[int], past: int, states: NDArray[np.float32] | None) -> None:
+        """Tell a head that drafts what the decoder computed of places `past` … of a text: `states` [n, width]."""
+        if isinstance(self.proposer, DraftHead):
+            if states is None:
+                raise ValueError("a head drafts, and the decoder gives no hidden states")
+            self.proposer.observe(key, tokens, past, states)
 
     def forget(self, key: Hashable) -> None:
         """Free what is kept for a sequence that has ended."""

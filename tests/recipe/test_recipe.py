@@ -518,12 +518,13 @@ def test_speculation_is_a_method_or_a_mapping(tmp_path: Path) -> None:
     assert facts_of(draft.serving) == SpeculationFacts("draft", 3)
     assert draft.serving.draft is not None
     assert draft.serving.draft.checkpoint == (tmp_path.parent / "smaller")
-    assert draft.slots_reason == "serving.speculation is draft, and drafts are not verified over blocks"
+    assert draft.slots_reason == "serving.speculation is draft, and no device has verified drafts over blocks"
     for text, message in (
         ("{method: draft}", "method is draft; expected `checkpoint` or `recipe`"),
         ("{method: prompt-lookup, checkpoint: ../smaller}", "expected none of `checkpoint` and `recipe`"),
         ("{method: prompt-lookup, max_tokens: 8}", "max_tokens"),
-        ("{method: heads}", "'prompt-lookup' or 'draft'"),
+        ("{method: heads}", "'prompt-lookup', 'draft' or 'eagle3'"),
+        ("{method: tree}", "'prompt-lookup', 'draft' or 'eagle3'"),
     ):
         error = refused(tmp_path, VALID + f"serving: {{speculation: {text}}}\n")
         assert message in error.message, error.message

@@ -166,7 +166,7 @@ def test_an_engine_speculates_and_says_what_it_gained(runner, speculation):
         ({"max_queue": -1}, "max_queue -1: expected 0 or more"),
         ({"step_tokens": 0}, "step_tokens 0: expected 1 or more"),
         ({"prefix_cache_bytes": -1}, r"prefix_cache_bytes -1: expected 0 \(disabled\) or more"),
-        ({"speculation": "magic"}, "speculation 'magic': expected off, prompt-lookup or draft"),
+        ({"speculation": "magic"}, "speculation 'magic': expected off, prompt-lookup, draft or eagle3"),
         ({"timeout_s": 0.0}, "timeout_s 0.0: expected more than 0"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,11 +26,13 @@ from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.sampling.sampler import Samplers
 from llmforge.serving import Chunk, EngineOptions, Request, Runner, Sampling
 from llmforge.serving.engine import Engine
+from llmforge.serving.heads import DraftHead
 from llmforge.serving.scheduler import PagedScheduler
-from llmforge.serving.sequence import Sequence
+from llmforge.serving.sequence import Sequence as Running
+from llmforge.serving.speculation import Speculation
 
 from ..models.decoder_graph import decoder
-from ..models.small_engines import VOCABULARY, Received, prompt, small_runner
+from ..models.small_engines import VOCABULARY, AlwaysPays, Received, prompt, small_runner
 from .test_decode_ahead import SAMPLINGS, CountingDevice, Slow
 from .test_run_ahead import Guesses
 
@@ -76,7 +78,7 @@ class Client:
     arrives: int
     leaves: int | None
     received: Received = field(default_factory=Received)
-    ticket: Sequence | None = None
+    ticket: Running | None = None
 
 
 def clients(random: np.random.Generator) -> list[Client]:
@@ -120,11 +122,7 @@ def test_two_hundred_requests_over_far_too_few_blocks_get_the_text_that_each_get
     scheduler = PagedScheduler(session, cache, slots.samplers, EngineOptions(REQUESTS, step_tokens=48), chunk=32)
     step, most_used, mixed, ahead = 0, 0, 0, 0
     while scheduler.busy or any(client.ticket is None for client in everybody):
-        for client in everybody:
-            if client.ticket is None and client.arrives <= step:
-                client.ticket = scheduler.add(client.request, client.received.receive)
-            if client.ticket is not None and client.leaves is not None:
-                client.ticket.cancelled = len(client.received.chunks) >= client.leaves
+        come_and_go(everybody, scheduler, step)
         before = scheduler.stats()
         scheduler.step()
         step += 1
@@ -145,15 +143,80 @@ def test_two_hundred_requests_over_far_too_few_blocks_get_the_text_that_each_get
     else:
         assert ahead > 100
         assert device.wrong > wrong * device.right / 2
-    compared = 0
+    assert compared(everybody, alone) > 160
+
+
+def come_and_go(everybody: Iterable[Client], scheduler: PagedScheduler, step: int) -> None:
+    for client in everybody:
+        if client.ticket is None and client.arrives <= step:
+            client.ticket = scheduler.add(client.request, client.received.receive)
+        if client.ticket is not None and client.leaves is not None:
+            client.ticket.cancelled = len(client.received.chunks) >= client.leaves
+
+
+def compared(everybody: Iterable[Client], alone: Iterable[list[Chunk]]) -> int:
+    """Hold what everybody got to what each gets alone; return how many went to the end."""
+    found = 0
     for client, chunks in zip(everybody, alone, strict=True):
         if client.received.reason == "cancelled":
             assert "".join(chunk.text for chunk in chunks).startswith(client.received.text)
         else:
             assert client.received.tokens == [chunk.token_id for chunk in chunks if chunk.token_id is not None]
             assert client.received.text == "".join(chunk.text for chunk in chunks)
-            compared += 1
-    assert compared > 160
+            found += 1
+    return found
+
+
+class Knows:
+    """Drafts the right answers, of which every fourth token is another one."""
+
+    def __init__(self, everybody: Iterable[Client], alone: Iterable[list[Chunk]]) -> None:
+        self.texts = {
+            id(client.request): [
+                *client.request.prompt,
+                *(each.token_id for each in chunks if each.token_id is not None),
+            ]
+            for client, chunks in zip(everybody, alone, strict=True)
+        }
+        self.followed: set[Hashable] = set()
+
+    def propose(self, key: Hashable, tokens: Sequence[int], most: int) -> list[int]:
+        assert isinstance(key, Running)
+        self.followed.add(key)
+        text = self.texts[id(key.request)]
+        places = range(len(tokens), min(len(tokens) + most, len(text)))
+        return [text[i] if i % 4 else (text[i] + 1) % VOCABULARY for i in places]
+
+    def forget(self, key: Hashable) -> None:
+        self.followed.discard(key)
+
+
+@pytest.mark.parametrize("count", [pytest.param(REQUESTS, marks=pytest.mark.thorough), 40])
+def test_drafts_over_far_too_few_blocks_change_no_answer(slots, session, alone, count):
+    """Whatever of a draft stands, whoever is preempted with it, and whoever leaves."""
+    everybody, cache = clients(np.random.default_rng(11))[:count], session.allocate(ROWS, CONTEXT)
+    knows = Knows(everybody, alone[:count])
+    options, speculation = EngineOptions(REQUESTS, step_tokens=48), Speculation(knows, AlwaysPays(), 4)
+    scheduler = PagedScheduler(session, cache, slots.samplers, options, chunk=32, speculation=speculation)
+    step = 0
+    while scheduler.busy or any(client.ticket is None for client in everybody):
+        come_and_go(everybody, scheduler, step)
+        scheduler.step()
+        step += 1
+    stats = scheduler.stats()
+    assert (stats.running, stats.waiting, stats.kv_tokens_used) == (0, 0, 0)
+    assert stats.preemptions > 0
+    assert stats.drafted_tokens > stats.accepted_tokens > count
+    assert stats.accepted_length is not None
+    assert stats.accepted_length > 1.5
+    assert not knows.followed
+    assert compared(everybody, alone[:count]) > count // 2
+
+
+def test_a_head_drafts_over_slots_alone(slots, session):
+    head = Speculation(object.__new__(DraftHead))
+    scheduler = PagedScheduler(session, session.allocate(2, CONTEXT), slots.samplers, EngineOptions(), speculation=head)
+    assert "no speculation: a step over a paged KV cache gives no hidden states for a head" in scheduler.stats().notes
 
 
 def ended(scheduler: PagedScheduler, samplings: Iterable[Sampling] = SAMPLINGS) -> list[Received]:
@@ -321,13 +384,13 @@ def test_a_shared_beginning_is_not_read_again_and_takes_its_blocks_once(slots, s
         pass
 
 
-def test_an_engine_over_blocks_serves_and_says_what_it_goes_without(slots, session):
+def test_an_engine_over_blocks_serves_with_drafts(slots, session):
     runner = Runner(session, slots.config, slots.tokenizer, None)
     wanted = [chunk.token_id for chunk in slots.generate((10, 11, 12), Sampling(max_tokens=9, ignore_eos=True))]
     with Engine(runner, EngineOptions(speculation="prompt-lookup")) as engine:
         chunks = list(engine.stream(Request((10, 11, 12), Sampling(max_tokens=9, ignore_eos=True))))
         assert [chunk.token_id for chunk in chunks] == wanted
-        assert engine.stats().notes == ("no speculation: drafts are not verified over a paged KV cache",)
+        assert engine.stats().notes == ()
 
 
 def test_a_draft_over_blocks_is_refused(slots, session):

@@ -155,6 +155,11 @@ class Session(Decoder[HostCache]):
         binding = self._bindings.get(cache)
         if binding is None:
             binding = self._bindings[cache] = _Binding(self._session, cache)
+        if (name := self.signature.gives_hidden) is not None:
+            shape = (*inputs.ids.shape, self.signature.hidden_widths[name])
+            if self.hidden_states is None or self.hidden_states.shape != shape:
+                self.hidden_states = np.empty(shape, np.float32)
+            binding.give(name, self.hidden_states)
         in_place = self.signature.declared_rows in (None, out.shape[1])
         binding.run(inputs.feeds(self.signature), out, in_place=in_place)
 
@@ -293,6 +298,13 @@ class _Binding:
             self._binding.bind_ortvalue_output(interface.present_of(name), value)
         self._inputs: dict[str, NDArray[Any]] = {}
         self._out: NDArray[np.float32] | None = None
+        self._given: NDArray[np.float32] | None = None
+
+    def give(self, name: str, array: NDArray[np.float32]) -> None:
+        """Let steps write the output `name` to `array`."""
+        if array is not self._given:
+            self._binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+            self._given = array
 
     def run(self, feeds: Mapping[str, NDArray[Any]], out: NDArray[np.float32], *, in_place: bool) -> None:
         """Run one step: inputs from `feeds`, logits into `out`, by a copy unless `in_place`."""

@@ -11,9 +11,10 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.compile import dry_run, lock, unused_modules
 from llmforge.compile.frontend import Frontend
+from llmforge.compile.heads import Head
 from llmforge.compile.stages.engine import placed
 from llmforge.compile.state import CompileState
-from llmforge.ir import dialect, interface
+from llmforge.ir import dialect, hidden_states, interface
 from llmforge.measure import footprint
 from llmforge.planning import source
 from llmforge.rewrite import pruning
@@ -30,6 +31,11 @@ def trace_model(state: CompileState) -> None:
     checkpoint, progress = state.checkpoint, state.clock
     _check_encoder(state)
     model = state.reuse.trace(checkpoint, progress)
+    as_traced = model
+    if isinstance(state.draft, Head):
+        as_traced = model.clone()
+        as_traced.meta.update(model.meta)
+        hidden_states.expose(model, state.draft.layers)
     state.digests.graph(lock.TRACE, model)
     progress.stage("Check passes")
     state.demands = [pruning.bound(demand, model) for step in state.steps for demand in step.demands()]
@@ -49,8 +55,9 @@ def trace_model(state: CompileState) -> None:
     traced.meta.update(model.meta)
     state.model, state.traced, state.multiply_adds = model, traced, footprint.multiply_adds(model)
     threads = state.recipe.engine.threads or physical_cores()
-    prove = partial(_prove, checkpoint, traced, threads, state.reuse.frontend)
-    state.trace_proof = state.reuse.trace_proof(checkpoint, traced, threads, progress, state.overlap.proofs, prove)
+    proven = as_traced if as_traced is not model else traced
+    prove = partial(_prove, checkpoint, proven, threads, state.reuse.frontend)
+    state.trace_proof = state.reuse.trace_proof(checkpoint, proven, threads, progress, state.overlap.proofs, prove)
 
 
 def _check_encoder(state: CompileState) -> None:

@@ -18,6 +18,9 @@ the next step runs, whatever it runs.
 While all sequences decode, the next step begins on the device's guesses of this one's tokens, if the pool has a place
 for each (`run_ahead`).
 
+Where tokens are drafted, a sequence whose draft had better be verified runs it alone, before the others decode, and
+nothing runs ahead. Blocks that a wrong draft has filled stay its text's, to be written again.
+
 So the oldest sequence always goes on (the pool holds a text of full length), and a step runs at most `step_tokens`
 tokens, or a chunk besides those that decode.
 
@@ -26,7 +29,7 @@ tokens, or a chunk besides those that decode.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +40,7 @@ from llmforge.runtime.block_pool import BlockTable, NoBlocks
 from llmforge.runtime.interface import C, Decoder
 from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.runtime.sampling.sampler import Samplers, guesses
+from llmforge.serving.heads import DraftHead
 from llmforge.serving.interface import EngineOptions
 from llmforge.serving.scheduler.base import Scheduler
 from llmforge.serving.scheduler.run_ahead import Decoding, temperatures
@@ -59,7 +63,7 @@ class PagedScheduler(Scheduler[PagedCache]):
     """Runs sequences in the blocks of one pool; arguments as those of `Scheduler`.
 
     `prefix_cache_bytes` 0 lets no text begin with another one's blocks; any other number lets the whole pool serve for
-    it, of which running sequences take what they need. No drafts are verified.
+    it, of which running sequences take what they need. Heads, which read hidden states, draft nothing.
     """
 
     def __init__(
@@ -77,8 +81,12 @@ class PagedScheduler(Scheduler[PagedCache]):
         self._pool = cache.pool
         self._shares = options.prefix_cache_bytes > 0
         self._read_last = False  # whether the last step was a piece of a prompt alone
-        if speculation is not None:
-            self._notes += ("no speculation: drafts are not verified over a paged KV cache",)
+        if speculation is not None and isinstance(speculation.proposer, DraftHead):
+            self._notes += ("no speculation: a step over a paged KV cache gives no hidden states for a head",)
+            speculation = None
+        self._speculation = speculation
+        most = 0 if speculation is None else speculation.max_tokens + 1
+        self._verified_logits = backend.logits_array((most, 1, backend.vocabulary))[:, 0]
         self._totals = self._figures.totals
         self._tables: dict[Sequence, BlockTable] = {}  # of those that run, in the order in which they were taken up
         # Where a device gives heads, rows are fetched one at a time.
@@ -102,16 +110,58 @@ class PagedScheduler(Scheduler[PagedCache]):
 
     def _run(self) -> int:
         self._admit()
-        step = self._ahead.step
+        step, verified = self._ahead.step, 0
         if step is None:
+            ran = {} if self._speculation is None else self._verify_drafts(self._speculation)
+            verified = sum(ran.values())
             self._make_room()
-            planned = list(self._plan())
+            planned = list(self._plan(ran))
             if planned:
                 self._run_pieces(planned)
         else:
             planned = step.planned
             self._run_ahead(step)
-        return sum(len(piece.tokens) for _, piece in planned)
+        return sum(len(piece.tokens) for _, piece in planned) + verified
+
+    def _verify_drafts(self, speculation: Speculation) -> dict[Sequence, int]:
+        """Verify drafts of sequences that decode, where that pays; return which ran, and how many tokens each."""
+        self._delivery.hand_over_all()
+        decoding = [each for each in self._tables if each.decoding and len(each.tokens) - each.computed_tokens == 1]
+        ran = {}
+        for sequence in decoding:
+            start, most = self._clock(), sequence.remaining_tokens - 1
+            draft = speculation.propose(sequence, sequence.tokens, most, len(decoding))
+            if not draft:
+                continue
+            past, table = sequence.computed_tokens, self._tables[sequence]
+            try:
+                self._cache.make(self._pool.grow(table, past, past + 1 + len(draft)))
+            except NoBlocks:
+                continue  # it decodes with the others
+            self._verify(sequence, draft, start, speculation)
+            ran[sequence] = 1 + len(draft)
+        return ran
+
+    def _verify(self, sequence: Sequence, draft: list[int], start: float, speculation: Speculation) -> None:
+        """Run the last token of `sequence` and `draft`; see `SlotDecode`, which does the same over slots."""
+        table, k = self._tables[sequence], len(draft)
+        piece = Piece([sequence.tokens[-1], *draft], sequence.computed_tokens, table, wanted=True)
+        logits = self._verified_logits[: 1 + k]
+        self._paged.verify(piece, self._cache, logits)
+        sequence.drafted_tokens += k
+        self._totals["drafted_tokens"] += k
+        tokens = 0
+        for row, drafted in zip(logits, [*draft, None], strict=True):
+            self._advance([(sequence, Piece(sequence.tokens[-1:], sequence.computed_tokens, table, wanted=True))])
+            tokens += 1
+            if not self._delivery.sample(sequence, row, drafted):
+                break
+        seconds = self._clock() - start
+        self._totals["verified_tokens"] += tokens
+        self._figures.verify_s += seconds
+        speculation.payoff.verified(sequence, k, tokens, seconds)
+        if sequence not in self.sequences:
+            speculation.forget(sequence)
 
     def _admit(self) -> None:
         while self.waiting and len(self._tables) < self._cache.batch:
@@ -169,11 +219,13 @@ class PagedScheduler(Scheduler[PagedCache]):
         self.waiting.appendleft(sequence)
         self._totals["preemptions"] += 1
 
-    def _plan(self) -> Iterator[tuple[Sequence, Piece]]:
-        """Choose what the next step runs: one token of those that decode, then pieces of what is not read."""
+    def _plan(self, ran: Container[Sequence] = ()) -> Iterator[tuple[Sequence, Piece]]:
+        """Choose what the next step runs: one token of those that decode and have not `ran`, then pieces of prompts."""
         unread, decoding = [], []
         for sequence, table in self._tables.items():
             past = sequence.computed_tokens
+            if sequence in ran:
+                continue
             if len(sequence.tokens) - past == 1:
                 decoding.append((sequence, Piece(sequence.tokens[past:], past, table, wanted=True)))
             else:
@@ -236,7 +288,7 @@ class PagedScheduler(Scheduler[PagedCache]):
 
         All sequences that run must have a row in it: what is still to be read goes with known tokens.
         """
-        rows = self._ahead.continuing_rows(step)
+        rows = [] if self._speculation is not None else self._ahead.continuing_rows(step)
         if not rows or not self._tables.keys() <= {each for _, each in step.rows}:
             return None
         planned = []
@@ -261,7 +313,10 @@ class PagedScheduler(Scheduler[PagedCache]):
         if not read:
             self._figures.steps[decoded] += 1
             self._totals["decode_tokens"] += decoded
-            self._figures.decode_s += self._clock() - start
+            seconds = self._clock() - start
+            self._figures.decode_s += seconds
+            if self._speculation is not None:
+                self._speculation.payoff.decoded(decoded, seconds)
 
     def _advance(self, planned: list[tuple[Sequence, Piece]]) -> None:
         """Count what a step has computed, of those that have not ended since."""
@@ -275,6 +330,8 @@ class PagedScheduler(Scheduler[PagedCache]):
 
     def _release(self, sequence: Sequence) -> None:
         table = self._tables.pop(sequence, None)
+        if self._speculation is not None:
+            self._speculation.forget(sequence)
         if table is None:
             self.waiting.remove(sequence)
         else:

@@ -15,6 +15,7 @@ from llmforge.serving.scheduler.delivery import Delivery, StepFigures
 from llmforge.serving.scheduler.run_ahead import RunAhead, temperatures
 from llmforge.serving.scheduler.slots import Slots
 from llmforge.serving.sequence import Sequence
+from llmforge.serving.speculation import Speculation
 
 
 class PromptChunk(NamedTuple):
@@ -86,6 +87,7 @@ class SlotPrefill(Generic[C]):
     sequences: Collection[Sequence]
     chunk: int
     step_tokens: int
+    speculation: Speculation | None = None  # which is told what the decoder computed
 
     def __post_init__(self) -> None:
         backend = self.backend
@@ -162,6 +164,9 @@ class SlotPrefill(Generic[C]):
             self.slots.cache.rows(slot, slot + 1),
             out=self._one_row,
         )
+        if self.speculation is not None:
+            states = self.backend.hidden_states
+            self.speculation.observe(sequence, sequence.tokens, start, None if states is None else states[0])
         self._end_chunk(sequence, slot, end)
         if end == sequence.prompt_tokens:
             self.delivery.sample(sequence, self._one_row[0, 0])

@@ -45,7 +45,7 @@ class SlotScheduler(Scheduler[C]):
         self._notes += self._slots.notes
         parts = backend, self._slots, self._ahead, self._delivery, self._figures
         self._decode = SlotDecode(*parts, self._speculation)
-        self._prefill = SlotPrefill(*parts, self.sequences, self._chunk, self._step_tokens)
+        self._prefill = SlotPrefill(*parts, self.sequences, self._chunk, self._step_tokens, self._speculation)
 
     @property
     def prefix_cache(self) -> PrefixCache[C] | None:

@@ -172,7 +172,7 @@ def _pattern(traced: Traced, mode: internals.FakeTensorMode, shapes: Shapes) -> 
 
 def _step(traced: Traced, shapes: Shapes) -> depth.ExampleStep:
     """Make a step of `traced` on the example inputs."""
-    inputs = _inputs(shapes)
+    inputs = example_inputs(shapes)
     *given, caches = inputs
     parts = [tuple(cache.values()) for cache in caches]
     return depth.ExampleStep(dict(zip(INPUTS, given, strict=True)), parts, lambda: traced(*inputs))
@@ -195,7 +195,7 @@ def _vector_norm(x: Any, ord: float = 2.0, dim: Sequence[int] = (), keepdim: boo
     return opset18.Sqrt(opset18.ReduceSum(opset18.Mul(x, x), axes, keepdims=int(keepdim)))
 
 
-def _inputs(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[dict[str, Tensor]]]:
+def example_inputs(shapes: Shapes) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, list[dict[str, Tensor]]]:
     """Make example inputs of `Traced`."""
     caches = [{part: torch.empty(_cache_shape(part, shape)) for part, shape in parts.items()} for parts in shapes]
     return (
@@ -213,7 +213,7 @@ def _export(traced: Traced, shapes: Shapes, longest: int | None) -> torch.export
     """Export `traced` with dynamic batch, sequence, capacity and rows; sequence and capacity up to `longest`."""
     batch, rows = (torch.export.Dim(name) for name in ("batch", "rows"))
     sequence, capacity = (torch.export.Dim(name, max=longest) for name in ("sequence", "capacity"))
-    inputs = _inputs(shapes)
+    inputs = example_inputs(shapes)
     dims = (
         {0: batch, 1: sequence},
         {0: batch, 1: sequence},

@@ -45,6 +45,11 @@ def build(
         )
     with internals.third_party("building the model"):
         model = on_meta(config, attention, encoding)
+    return model, faked(model)
+
+
+def faked(model: PreTrainedModel) -> internals.FakeTensorMode:
+    """Give parameters and persistent buffers of `model` shapes without memory, in the fake mode that is returned."""
     mode = internals.fake_mode()
     parameters: dict[nn.Parameter, nn.Parameter] = {}  # what is shared stays shared
     for module in model.modules():
@@ -55,7 +60,7 @@ def build(
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = _empty(buffer, mode)
-    return model, mode
+    return mode
 
 
 def on_meta(config: PretrainedConfig, attention: str | None, encoding: Encoding | None = None) -> PreTrainedModel:

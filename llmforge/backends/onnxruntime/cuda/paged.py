@@ -282,6 +282,18 @@ class PagedSession(CapturedSession[PagedCache]):
         self._guessed_rows = 0
         self._on_thread(lambda: self._execute(cache, self._prepare(pieces, cache), out))
 
+    def verify(self, piece: Piece, cache: PagedCache, out: NDArray[np.float32]) -> None:
+        """Run tokens of one text in a step; each of them gets logits, which go to `out` fp32 [tokens, V].
+
+        Raises:
+            UsageError: the text has no room for its tokens.
+            RunFailed: a kernel fails.
+        """
+        self._check_room([piece], cache)
+        self._guessed_rows = 0
+        rows = np.arange(len(piece.tokens))
+        self._on_thread(lambda: self._execute(cache, self._prepare([piece], cache, rows), out))
+
     def begin(
         self,
         pieces: Sequence[Piece],
