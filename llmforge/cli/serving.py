@@ -164,11 +164,12 @@ def serve(artifact: Path, **given: Any) -> None:
         server.run(encoding, model, address, announced, policy, log, telemetry)
         return
     template = chosen(opened.path / "tokenizer", options.chat_template, tool_prompt=options.tool_prompt)
-    if options.prefix_file is None:
+    store = _prefix_store(options, opened.path)
+    if store is None:
         require_given("--prefixes", "prefix_store")
     engine = EngineProcess(
         opened.path,
-        record(EngineOptions, {**given, "prefix_store": _prefix_store(options)}),
+        record(EngineOptions, {**given, "prefix_store": store}),
         options.threads,
         template=template,
         prefixes=options.prefix_file,
@@ -190,9 +191,11 @@ def serve(artifact: Path, **given: Any) -> None:
     server.run(engine, model, address, announce, policy, log, telemetry, recorder)
 
 
-def _prefix_store(options: _ServeOptions) -> Path | None:
-    """Choose where prefixes are kept."""
-    if options.prefix_file is None:
+def _prefix_store(options: _ServeOptions, artifact: Path) -> Path | None:
+    """Choose where prefixes are kept that the artifact has no files of."""
+    from llmforge.serving import saved_prefixes
+
+    if options.prefix_file is None and not (artifact / "engine" / saved_prefixes.FOLDER).is_dir():
         return None
     return options.prefix_store or remembered.home() / "prefixes"
 

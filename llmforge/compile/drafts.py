@@ -67,6 +67,7 @@ def recipe_of(recipe: Recipe) -> Recipe | None:
     path, given = (recipe.path, recipe.overrides) if spec.recipe is None else (spec.recipe, ())
     changes = {
         "serving.speculation": "off",
+        "serving.prefixes": None,
         "engine.max_context": recipe.engine.max_context,
         "engine.max_batch": recipe.engine.max_batch,
         **({} if spec.checkpoint is None else {"checkpoint": str(spec.checkpoint)}),

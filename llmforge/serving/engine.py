@@ -16,9 +16,11 @@ from llmforge.serving.interface import EngineOptions, EngineStats, Serving
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Receiver, Request
 from llmforge.serving.runner import Runner, load
-from llmforge.serving.saved_prefixes import PrefixStore
+from llmforge.serving.saved_prefixes import PrefixStore, ShippedPrefixes
 from llmforge.serving.scheduler import Scheduler, scheduler_of
 from llmforge.serving.sequence import Sequence, Ticket
+
+_NO_PREFIXES = ShippedPrefixes(())
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +34,8 @@ class Engine(Serving):
         runner: the artifact.
         options: how to serve; None: the defaults.
         draft: the artifact that drafts tokens, with `speculation` "draft"; None: the runner's own, if it has one.
-        store: where the options' prefixes are kept; None: nowhere.
+        store: where prefixes are kept; None: nowhere.
+        shipped: the prefixes that the artifact was built with, which are in the cache from the start, too.
 
     Raises:
         OSError: a prefix cannot be written.
@@ -47,6 +50,7 @@ class Engine(Serving):
         options: EngineOptions | None = None,
         draft: Runner | None = None,
         store: PrefixStore | None = None,
+        shipped: ShippedPrefixes = _NO_PREFIXES,
     ) -> None:
         self.runner = runner
         self.options = options = options or EngineOptions()
@@ -58,6 +62,7 @@ class Engine(Serving):
             speculation=speculation_of(runner, runner.config.max_batch, options.speculation, draft),
             adapters=runner.config.adapters,
         )
+        saved_prefixes.fill(self._scheduler, shipped.prefixes, store, shipped.store)
         saved_prefixes.fill(self._scheduler, options.prefixes, store)
         self._wake = threading.Condition()
         # Guarded by `_wake`: what callers hand to the thread, and what it tells them.
@@ -87,6 +92,7 @@ class Engine(Serving):
             options,
             None if draft is None else load(draft, threads, device),
             None if folder is None else PrefixStore(folder, artifact),
+            ShippedPrefixes.read(artifact),
         )
 
     def submit(self, request: Request, receive: Receiver, submitted: float | None = None) -> Ticket:

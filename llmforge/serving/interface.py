@@ -28,7 +28,8 @@ class EngineOptions:
     artifact; None: as the artifact says. Drafts are verified where that was measured to be faster, and outputs stay
     what they are but for ties within the rounding of a kernel.
     `timeout_s` is the default deadline of a request of their own. `prefixes` are in the prefix cache from the start,
-    from files in `prefix_store` where they are there; what is not is computed, and written there.
+    besides those of the artifact, from files in `prefix_store` where they are there; what is not is computed, and
+    written there.
     """
 
     max_queue: int = 128
