@@ -46,11 +46,14 @@ class Drafting:
 
     def accepted_length(self, prompt: Sequence[int], answer: Sequence[int]) -> float | None:
         """Give the tokens of an answer, after its first, that a step gives; None: it has no second token."""
-        taken = list(self.steps(prompt, answer))
+        taken = [tokens for tokens, _ in self.steps(prompt, answer)]
         return sum(taken) / len(taken) if taken else None
 
-    def steps(self, prompt: Sequence[int], answer: Sequence[int]) -> Iterator[int]:
-        """Give the tokens of each step: the drafted ones that stand, and the one after them."""
+    def steps(self, prompt: Sequence[int], answer: Sequence[int]) -> Iterator[tuple[int, bool]]:
+        """Give the tokens of each step, the drafted ones that stand and the one after them, and if there was a draft.
+
+        `answer` begins with the token that the prompt's own step gave.
+        """
         text, end, key = [*prompt, *answer[:1]], len(prompt) + len(answer), object()
         whole = [*prompt, *answer]
         while len(text) < end:
@@ -58,7 +61,7 @@ class Drafting:
             draft = self.proposer.propose(key, text, most) if most > 0 else []
             pairs = enumerate(zip(draft, whole[len(text) :], strict=False))
             stood = next((at for at, (guess, token) in pairs if guess != token), len(draft))
-            yield stood + 1
+            yield stood + 1, bool(draft)
             text = whole[: len(text) + stood + 1]
         self.proposer.forget(key)
 

@@ -167,7 +167,7 @@ def test_the_accepted_length_of_an_answer_follows_from_its_tokens() -> None:
     proposer = Repeats()
     drafting = Drafting(proposer, 2, "prompt-lookup")
     # 7 | 7 5: the draft 7 7 stands once; 1: 7 7 stands nowhere; the last token has no room for a draft.
-    assert list(drafting.steps([9, 7], [7, 7, 5, 1, 2])) == [2, 1, 1]
+    assert list(drafting.steps([9, 7], [7, 7, 5, 1, 2])) == [(2, True), (1, True), (1, False)]
     assert drafting.accepted_length([9, 7], [7, 7, 5, 1, 2]) == pytest.approx(4 / 3)
     assert drafting.accepted_length([9, 7], [7]) is None
     assert proposer.forgotten == 3
@@ -183,7 +183,8 @@ def test_accepted_lengths_are_those_that_the_engine_has(runner: Runner, monkeypa
         request = Request(tuple(prompt), Sampling(max_tokens=60, ignore_eos=True, logit_bias=often))
         answer = [chunk.token_id for chunk in engine.stream(request) if chunk.token_id is not None]
         stats = engine.stats()
-    taken = list(Drafting(speculation.proposer, speculation.max_tokens, "prompt-lookup").steps(prompt, answer))
+    drafting = Drafting(speculation.proposer, speculation.max_tokens, "prompt-lookup")
+    taken = [tokens for tokens, _ in drafting.steps(prompt, answer)]
     assert sum(taken) == 59
     assert sum(each - 1 for each in taken) == stats.accepted_tokens > 0
 
