@@ -73,6 +73,7 @@ _OF_LANGUAGE_MODELS = (
     "speculation",
     "prefix_file",
     "prefix_store",
+    "response_cache",
 )
 _OPEN_TO_ALL = "note: everybody who reaches this address may use it; --api-key-file asks for keys"
 _SERVE = """\b
@@ -101,6 +102,10 @@ Example:
 @click.option(
     "--prefix-store", type=PATH, metavar="FOLDER",
     help="Folder that keeps what was computed of --prefixes. Defaults to a folder in your cache folder.",
+)  # fmt: skip
+@click.option(
+    "--response-cache", type=NATURAL, metavar="N", default=0,
+    help="Keep the last N greedy answers for requests of the same key that are the same. Off by default.",
 )  # fmt: skip
 @click.option(
     "--api-key-file", "key_file", type=PATH, metavar="FILE",
