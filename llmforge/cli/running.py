@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from llmforge.cli.provenance import admit, loading_options, signature_options
 
 if TYPE_CHECKING:
     from llmforge.runtime.sampling.constraints import Constraint
-    from llmforge.serving import Runner, Sampling
+    from llmforge.serving import Chunk, Runner, Sampling
     from llmforge.serving.conversation import Conversation
 
 
@@ -105,11 +106,11 @@ def run(artifact: Path, prompt: str | None, adapter: str, chat: bool, as_json: b
     runner = serving.load(opened.path, template=template)
     if prompt is None:
         title = f"{opened.manifest.name} {opened.manifest.version}"
-        _converse(runner, title, Conversation(runner, most, options["system"]), sampling, adapter)
+        _converse(opened.path, runner, title, Conversation(runner, most, options["system"]), sampling, adapter)
         return
     chunks = []
-    prompted = runner.encode_chat(_messages(text, options["system"])) if chat else text
-    for chunk in runner.generate(prompted, sampling, adapter):
+    prompted = runner.encode_chat(_messages(text, options["system"])) if chat else runner.encode(text)
+    for chunk in _generate(opened.path, runner, prompted, sampling, adapter):
         chunks.append(chunk)
         if not as_json:
             output.write_generated(chunk.text)
@@ -134,11 +135,27 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
     return [*before, {"role": "user", "content": text}]
 
 
-def _converse(runner: Runner, title: str, held: Conversation, sampling: Sampling, adapter: str) -> None:
+def _generate(
+    artifact: Path, runner: Runner, prompt: Sequence[int], sampling: Sampling, adapter: str
+) -> Iterator[Chunk]:
+    """Go on from one prompt; what the artifact has of its beginning is not computed."""
+    from llmforge.serving import Engine, Request
+    from llmforge.serving.saved_prefixes import ShippedPrefixes
+
+    shipped = ShippedPrefixes.read(artifact).of(prompt)
+    if adapter or not shipped.prefixes:
+        yield from runner.generate(prompt, sampling, adapter)
+        return
+    with Engine(runner, shipped=shipped) as engine:
+        yield from engine.stream(Request(tuple(prompt), sampling))
+
+
+def _converse(artifact: Path, runner: Runner, title: str, held: Conversation, sampling: Sampling, adapter: str) -> None:
     from llmforge.cli import chatting
     from llmforge.serving import Engine
+    from llmforge.serving.saved_prefixes import ShippedPrefixes
 
-    with Engine(runner) as engine:
+    with Engine(runner, shipped=ShippedPrefixes.read(artifact)) as engine:
         chatting.converse(engine, held, sampling, adapter, title)
 
 

@@ -73,6 +73,7 @@ _OF_LANGUAGE_MODELS = (
     "speculation",
     "prefix_file",
     "prefix_store",
+    "response_cache",
 )
 _OPEN_TO_ALL = "note: everybody who reaches this address may use it; --api-key-file asks for keys"
 _SERVE = """\b
@@ -101,6 +102,10 @@ Example:
 @click.option(
     "--prefix-store", type=PATH, metavar="FOLDER",
     help="Folder that keeps what was computed of --prefixes. Defaults to a folder in your cache folder.",
+)  # fmt: skip
+@click.option(
+    "--response-cache", type=NATURAL, metavar="N", default=0,
+    help="Keep the last N greedy answers for requests of the same key that are the same. Off by default.",
 )  # fmt: skip
 @click.option(
     "--api-key-file", "key_file", type=PATH, metavar="FILE",
@@ -164,11 +169,12 @@ def serve(artifact: Path, **given: Any) -> None:
         server.run(encoding, model, address, announced, policy, log, telemetry)
         return
     template = chosen(opened.path / "tokenizer", options.chat_template, tool_prompt=options.tool_prompt)
-    if options.prefix_file is None:
+    store = _prefix_store(options, opened.path)
+    if store is None:
         require_given("--prefixes", "prefix_store")
     engine = EngineProcess(
         opened.path,
-        record(EngineOptions, {**given, "prefix_store": _prefix_store(options)}),
+        record(EngineOptions, {**given, "prefix_store": store}),
         options.threads,
         template=template,
         prefixes=options.prefix_file,
@@ -190,9 +196,11 @@ def serve(artifact: Path, **given: Any) -> None:
     server.run(engine, model, address, announce, policy, log, telemetry, recorder)
 
 
-def _prefix_store(options: _ServeOptions) -> Path | None:
-    """Choose where prefixes are kept."""
-    if options.prefix_file is None:
+def _prefix_store(options: _ServeOptions, artifact: Path) -> Path | None:
+    """Choose where prefixes are kept that the artifact has no files of."""
+    from llmforge.serving import saved_prefixes
+
+    if options.prefix_file is None and not (artifact / "engine" / saved_prefixes.FOLDER).is_dir():
         return None
     return options.prefix_store or remembered.home() / "prefixes"
 

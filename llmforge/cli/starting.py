@@ -434,6 +434,7 @@ def _probed(checkpoint: Path, own: Path | None, formats: Sequence[ModelFormats])
     with console.progress() as progress, Cache(default_folder(), default_size()) as cache:
         text = recipes.TEXT / _TEXTS[0] if own is None else own
         found = probing.probe(checkpoint, text, formats, cache=cache, progress=progress)
+        found = replace(found, drafts=probing.drafts(checkpoint, text))
     if found.costs is None:
         console.say(f"note: what formats cost this model was not measured: {found.why}")
     return found

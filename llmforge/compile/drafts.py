@@ -65,6 +65,7 @@ def recipe_of(recipe: Recipe) -> Recipe | None:
     path, given = (recipe.path, recipe.overrides) if spec.recipe is None else (spec.recipe, ())
     changes = {
         "serving.speculation": "off",
+        "serving.prefixes": None,
         "engine.max_context": recipe.engine.max_context,
         "engine.max_batch": recipe.engine.max_batch,
         **({} if recipe.engine.kv_cache is None else {"engine.kv_cache": "slots"}),

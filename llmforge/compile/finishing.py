@@ -19,7 +19,7 @@ from llmforge.base import hashed_files
 from llmforge.base.errors import UsageError
 from llmforge.base.progress import Progress, Silent
 from llmforge.checkpoint import Checkpoint
-from llmforge.compile import chat_template, drafts, evidence, lock, retreats, written_files
+from llmforge.compile import chat_template, drafts, evidence, lock, prefixes, retreats, written_files
 from llmforge.compile.answered import answering
 from llmforge.compile.evidence import Clock, Evidence, Measurement
 from llmforge.compile.stages.artifact import publish
@@ -69,6 +69,7 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         made_of = {"checkpoint": f"{manifest.recipe.get('checkpoint')} {manifest.checkpoint}"}
         model = repository.TritonModel(manifest.name, target.kind, serving, engine.config, made_of)
         repository.write(model, staging / repository.FOLDER / manifest.name)
+        prefix_notes = prefixes.write(staging, serving, target)
         hashing.begin_content()
         if _identities(opened) != read:  # its bytes tell: a link to a file moves its change time, too
             opened.verify()
@@ -82,7 +83,7 @@ def finish(path: Path, recipe: Recipe | None = None, progress: Progress | None =
         stages = tuple(stage for stage in locked.stages if stage.name != lock.ENGINE)
         state = CompileState(staging, target, clock, hashing)
         # Passes and calibration stay.
-        state.facts = ReportFacts.of(before, (built_from, *engine.notes, *found.notes))
+        state.facts = ReportFacts.of(before, (built_from, *engine.notes, *prefix_notes, *found.notes))
         state.engine, state.evidence = engine, found
         state.lock = locked.model_copy(update={**here, "stages": stages})
         judge_gates(state)

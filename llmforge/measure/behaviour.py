@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from llmforge.base.errors import InputError, UsageError
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
-from llmforge.measure import decisive_tokens
+from llmforge.measure import accepted_length, decisive_tokens
+from llmforge.measure.accepted_length import Drafting
 from llmforge.measure.baseline import Baseline, why_not_whole
 from llmforge.measure.decisive_tokens import DecisiveTokens
 from llmforge.measure.scoring import (
@@ -28,7 +29,7 @@ from llmforge.measure.tasks import TaskEngine
 from llmforge.metrics.behaviour import results
 from llmforge.metrics.behaviour.answer import BehaviourAnswer, MadeCall, TokenOdds
 from llmforge.metrics.behaviour.document import BehaviourDocument
-from llmforge.metrics.behaviour.results import BehaviourResult
+from llmforge.metrics.behaviour.results import BehaviourResult, SpeculationRecord
 from llmforge.runtime.config import FORMAT, RuntimeConfig, SessionOptions
 from llmforge.runtime.sampling.options import GREEDY
 from llmforge.serving.chat import ChatTemplate, special_tokens
@@ -40,6 +41,7 @@ from llmforge.serving.protocol.answer import AnswerReader
 from llmforge.serving.protocol.harmony import HarmonyChannels
 from llmforge.serving.protocol.reasoning import Reasoning
 from llmforge.serving.protocol.tools import ToolUse
+from llmforge.serving.runner import Runner
 
 BLOCK = 32  # chats whose answers are kept together
 
@@ -100,8 +102,11 @@ def run(
     said = ask(ours, prompts, progress.advance)
     if (alone := why_not_whole(checkpoint)) is not None:
         notes = (*notes, f"behaviour: the checkpoint does not run: {alone}")
-        answers = read(ours, prompts, said, runner)
-        return results.measured(chosen, answers, None, engine=ours.description, baseline=None), notes
+        answers, drafted, more = _drafted(runner, prompts, [(said, read(ours, prompts, said, runner))], progress)
+        return results.measured(chosen, *answers, None, engine=ours.description, baseline=None, speculation=drafted), (
+            *notes,
+            *more,
+        )
     ends = runner.config.eos_token_ids
     theirs = CheckpointSide(
         partial(Baseline, checkpoint, threads=engine.threads),
@@ -116,8 +121,32 @@ def run(
     beside = read(theirs, prompts, right, runner, right, keep)
     progress.stage("Read the checkpoint's answers")
     answers = read(ours, prompts, said, runner, right)
-    found = results.measured(chosen, answers, beside, engine=ours.description, baseline=theirs.description)
-    return found, notes
+    sides, drafted, more = _drafted(runner, prompts, [(said, answers), (right, beside)], progress)
+    found = results.measured(chosen, *sides, engine=ours.description, baseline=theirs.description, speculation=drafted)
+    return found, (*notes, *more)
+
+
+_Said = tuple[Sequence[Sequence[int]], list[BehaviourAnswer]]  # token ids, and what was read of them
+
+
+def _drafted(
+    runner: Runner, prompts: Sequence[ChatPrompt], sides: Sequence[_Said], progress: Progress
+) -> tuple[list[list[BehaviourAnswer]], SpeculationRecord | None, tuple[str, ...]]:
+    """Say of each answer how many tokens a step gives with the artifact's drafts, and how much faster they make it."""
+    drafting = Drafting.of(runner)
+    if not isinstance(drafting, Drafting):
+        notes = () if drafting is None else (f"behaviour.accepted_length: not measured: {drafting}",)
+        return [answers for _, answers in sides], None, notes
+    progress.stage("Verify drafts along the answers")
+    found = [
+        [
+            replace(answer, accepted_length=drafting.accepted_length(prompt.ids, ids))
+            for prompt, ids, answer in zip(prompts, said, answers, strict=True)
+        ]
+        for said, answers in sides
+    ]
+    speedup = accepted_length.timed(runner, [prompt.ids for prompt in prompts])
+    return found, SpeculationRecord(method=drafting.method, max_tokens=drafting.max_tokens, speedup=speedup), ()
 
 
 def prepare(documents: Sequence[BehaviourDocument], encoder: PromptEncoder) -> tuple[list[ChatPrompt], tuple[str, ...]]:

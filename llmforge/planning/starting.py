@@ -233,6 +233,7 @@ class _Lines:
         for reason in self.tried.idle.values():
             yield f"  # left out: {reason}"
         yield from self._validation(tokens)
+        yield from self._drafts()
         build = self.planned.build
         speed = significant(plan.asked.decode.tokens_per_second)
         step = f"; {speed} tokens/s at {count(plan.workload.batch)} at once"
@@ -290,6 +291,23 @@ class _Lines:
         yield f"# {begin}{of_numbers}. Budgets and gates stand at {choice.MARGIN:g} times what that predicts."
         if share := next((each.share for _, each in self.proposed if each.observes), None):
             yield f"# method: importance weighs errors by what layers read, which leaves {share:g} of that or less."
+
+    def _drafts(self) -> Iterator[str]:
+        """Have prompt lookup draft where that pays on the text of the probe; else say why not."""
+        plan, found = self.planned.plan, self.probed.drafts
+        if found is None or not _is_ours(plan) or self.goal == "throughput" or plan.shape.state_elements():
+            return
+        if plan.target.kind != "cpu":
+            yield "# No speculation: what a step with drafts takes on this GPU was not measured (docs/runtime.md)."
+            return
+        gain = f"{significant(found.gain, 2)} times the tokens a second"
+        why = f"{significant(found.length)} tokens a step, {choice.VERIFY_STEPS:g} times as long with a draft"
+        if found.gain >= choice.LEAST_GAIN:
+            yield f"# Predicted, of repetitions in the calibration text: {gain} ({why})."
+            yield "serving: {speculation: prompt-lookup}"
+        else:
+            yield f"# No `serving: {{speculation: prompt-lookup}}`: by repetitions in the calibration text {gain}"
+            yield f"# ({why}). Edits of code and JSON do gain: docs/runtime.md."
 
     def _validation(self, tokens: int) -> Iterator[str]:
         plan = self.planned.plan

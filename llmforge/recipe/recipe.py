@@ -24,6 +24,8 @@ from llmforge.checkpoint import hub
 from llmforge.checkpoint.adapters.source import AdapterSource
 from llmforge.metrics import catalog
 from llmforge.metrics.agreement import RuntimeName
+from llmforge.metrics.behaviour.outcomes import ACCEPTED_LENGTH
+from llmforge.metrics.behaviour.results import PREFIX as BEHAVIOUR
 from llmforge.recipe import adapters as adapters_section
 from llmforge.recipe import gates as gates_section
 from llmforge.recipe import migration
@@ -345,6 +347,11 @@ class Recipe(Section):
         yield from (each.inside("validation") for each in self.validation.contradictions(self.engine))
         apart = [each.name for each in self.apart]
         yield from (each.inside("gates") for each in gates_section.contradictions(self.gates, self.validation, apart))
+        if self.serving.draft is None:
+            for name in self.gates:
+                if name.startswith(f"{BEHAVIOUR}{ACCEPTED_LENGTH}"):
+                    hint = "add `serving: {speculation: …}`, or remove the gate"
+                    yield Contradiction(("gates", name), "is not measured: the recipe has no drafts", hint)
 
     def _triton_elsewhere(self) -> Iterator[Contradiction]:
         """Find instances of Triton on a kind of device that engines for the target do not run on."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from llmforge.base.errors import InputError
 from llmforge.base.located_yaml import Source, dotted
-from llmforge.recipe.errors import collect, describe
+from llmforge.recipe.errors import NAME, collect, describe
 from llmforge.recipe.overrides import apply
 from llmforge.recipe.section import RecipePath, Section
 
+MOST_PREFIXES = 64  # what a runtime reads at most (llmforge.serving.saved_prefixes)
 MOST_DRAFT_TOKENS = 7  # what a runtime reads at most (llmforge.runtime.config)
 
 
@@ -83,8 +84,32 @@ class SpeculationSpec(Section):
         return self
 
 
+class PrefixSpec(Section):
+    """What prompts begin with: a text, or what the chat template writes before the user's next message."""
+
+    prompt: str | None = Field(default=None, min_length=1, description="a text that plain prompts begin with")
+    messages: tuple[dict[str, Any], ...] | None = Field(
+        default=None, min_length=1, max_length=4096, description="messages before the user's next one"
+    )
+    tools: tuple[dict[str, Any], ...] | None = Field(
+        default=None, min_length=1, max_length=128, description="with `messages`: functions that the model is shown"
+    )
+
+    @model_validator(mode="after")
+    def _is_one_of_two(self) -> Self:
+        if (self.prompt is None) == (self.messages is None) or (self.prompt is not None and self.tools is not None):
+            raise ValueError("expected either `prompt`, or `messages` with `tools` or without")
+        return self
+
+
+_PrefixName = Annotated[str, Field(pattern=NAME)]
+_SystemPrompt = Annotated[str, Field(min_length=1)]
+
+
 class ServingSpec(Section):
     """Serving options; unset ones take the default of the runtime."""
+
+    newer: ClassVar[frozenset[str]] = frozenset({"prefixes"})
 
     max_queue: int | None = Field(
         default=None, ge=0, le=2**20, description="maximum number of waiting requests; further ones are refused"
@@ -98,6 +123,15 @@ class ServingSpec(Section):
     )
     speculation: Literal["off", "prompt-lookup"] | SpeculationSpec | None = Field(
         default=None, description="speculative decoding: `prompt-lookup`, or a method and its options"
+    )
+    prefixes: dict[Annotated[str, Field(pattern=NAME)], Annotated[str, Field(min_length=1)] | PrefixSpec] | None = (
+        Field(
+            default=None,
+            min_length=1,
+            max_length=MOST_PREFIXES,
+            description="what prompts begin with, by names: a system prompt, or `messages` or a `prompt`; keys and "
+            "values of each are computed by the build, and ship",
+        )
     )
     timeout_s: float | None = Field(default=None, gt=0, le=1e6, description="default deadline of a request")
     triton: TritonSpec = Field(default_factory=TritonSpec)
@@ -115,6 +149,16 @@ class ServingSpec(Section):
         if isinstance(given, SpeculationSpec):
             return given
         return SpeculationSpec(method="prompt-lookup") if given == "prompt-lookup" else None
+
+    @property
+    def named_prefixes(self) -> dict[str, dict[str, Any]]:
+        """What prompts begin with, as `llmforge.serving.saved_prefixes.prefix_ids` takes it, by its name."""
+        return {
+            name: {"messages": [{"role": "system", "content": given}]}
+            if isinstance(given, str)
+            else given.model_dump(mode="json", exclude_none=True)
+            for name, given in (self.prefixes or {}).items()
+        }
 
     @classmethod
     def published(cls, recipe: Mapping[str, Any], where: str) -> ServingSpec:

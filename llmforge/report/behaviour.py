@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from llmforge.metrics import catalog, units
-from llmforge.metrics.behaviour.outcomes import CHECKS
+from llmforge.metrics.behaviour.outcomes import ACCEPTED_LENGTH, CHECKS
 from llmforge.metrics.behaviour.results import PREFIX, BehaviourResult, OutcomeValues
 from llmforge.metrics.metric import Metric
 from llmforge.metrics.tasks import ScoreFigures
@@ -25,14 +25,31 @@ def rows(found: BehaviourResult, sides: tuple[str, str] = SIDES) -> list[Row]:
     return made
 
 
-def slice_rows(found: BehaviourResult, sides: tuple[str, str] = SIDES) -> list[Row]:
-    """Write the checks of each slice as a row, the titles first; {} where no document has any."""
-    outcome = found.outcomes.get(CHECKS)
+def slice_rows(found: BehaviourResult, sides: tuple[str, str] = SIDES, of: str = CHECKS) -> list[Row]:
+    """Write the checks, or another outcome, of each slice as a row, the titles first; {} where no document has any."""
+    outcome = found.outcomes.get(of)
     if outcome is None:
         return []
-    metric = catalog.named(f"{PREFIX}{CHECKS}")
+    metric = catalog.named(f"{PREFIX}{of}")
     titles = ("SLICE", "DOCUMENTS", *map(str.upper, sides), *_MEASURED)
     return [titles, *((name, *_cells(metric, figures)) for name, figures in sorted(outcome.slices.items()))]
+
+
+def draft_rows(found: BehaviourResult, sides: tuple[str, str] = SIDES) -> list[Row]:
+    """Write the accepted length of each slice as a row, the titles first; {} where nothing drafts."""
+    return slice_rows(found, sides, ACCEPTED_LENGTH)
+
+
+def drafts(found: BehaviourResult) -> str:
+    """Say in a line what drafts, and how much faster a token came; "": nothing drafts."""
+    made = found.speculation
+    if made is None:
+        return ""
+    text = f"Drafts by {made.method}, at most {made.max_tokens} tokens"
+    if made.speedup is None:
+        return f"{text}."
+    faster = f"{units.times(made.speedup.value)} ({units.interval(made.speedup, units.times)})"
+    return f"{text}; a token after the first came {faster} as fast as without, over {made.speedup.samples} chats."
 
 
 def title(name: str) -> str:

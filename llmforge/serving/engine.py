@@ -15,10 +15,13 @@ from llmforge.serving.drafting import speculation_of
 from llmforge.serving.interface import EngineOptions, EngineStats, Serving
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Receiver, Request
+from llmforge.serving.response_cache import ResponseCache
 from llmforge.serving.runner import Runner, load
-from llmforge.serving.saved_prefixes import PrefixStore
+from llmforge.serving.saved_prefixes import PrefixStore, ShippedPrefixes
 from llmforge.serving.scheduler import Scheduler, scheduler_of
 from llmforge.serving.sequence import Sequence, Ticket
+
+_NO_PREFIXES = ShippedPrefixes(())
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +35,8 @@ class Engine(Serving):
         runner: the artifact.
         options: how to serve; None: the defaults.
         draft: the artifact that drafts tokens, with `speculation` "draft"; None: the runner's own, if it has one.
-        store: where the options' prefixes are kept; None: nowhere.
+        store: where prefixes are kept; None: nowhere.
+        shipped: the prefixes that the artifact was built with, which are in the cache from the start, too.
 
     Raises:
         OSError: a prefix cannot be written.
@@ -47,6 +51,7 @@ class Engine(Serving):
         options: EngineOptions | None = None,
         draft: Runner | None = None,
         store: PrefixStore | None = None,
+        shipped: ShippedPrefixes = _NO_PREFIXES,
     ) -> None:
         self.runner = runner
         self.options = options = options or EngineOptions()
@@ -58,7 +63,9 @@ class Engine(Serving):
             speculation=speculation_of(runner, runner.config.max_batch, options.speculation, draft),
             adapters=runner.config.adapters,
         )
+        saved_prefixes.fill(self._scheduler, shipped.prefixes, store, shipped.store)
         saved_prefixes.fill(self._scheduler, options.prefixes, store)
+        self._responses = ResponseCache(options.response_cache) if options.response_cache else None
         self._wake = threading.Condition()
         # Guarded by `_wake`: what callers hand to the thread, and what it tells them.
         self._arrivals: list[Sequence] = []
@@ -87,6 +94,7 @@ class Engine(Serving):
             options,
             None if draft is None else load(draft, threads, device),
             None if folder is None else PrefixStore(folder, artifact),
+            ShippedPrefixes.read(artifact),
         )
 
     def submit(self, request: Request, receive: Receiver, submitted: float | None = None) -> Ticket:
@@ -100,16 +108,29 @@ class Engine(Serving):
         """
         if request.timeout_s is None:
             request = dataclasses.replace(request, timeout_s=self.options.timeout_s)
-        sequence = self._scheduler.prepare(request, receive, time.perf_counter() if submitted is None else submitted)
+        submitted = time.perf_counter() if submitted is None else submitted
+        if self._responses is not None and self._responses.serves(request):
+            with self._wake:
+                self._check_open()
+            if (answer := self._responses.find(request, submitted)) is not None:
+                for chunk in answer:
+                    receive(chunk)
+                return Ticket()
+            receive = self._responses.recording(request, receive)
+        sequence = self._scheduler.prepare(request, receive, submitted)
         with self._wake:
-            if self._failure is not None:
-                raise Unavailable(self._failure.message, hint=self._failure.hint)
-            if self._closing:
-                raise Unavailable("the engine is shutting down")
+            self._check_open()
             self._scheduler.check_room(len(self._arrivals))
             self._arrivals.append(sequence)
             self._wake.notify()
         return sequence
+
+    def _check_open(self) -> None:
+        """Refuse requests of an engine that has failed, or is closing; `_wake` is held."""
+        if self._failure is not None:
+            raise Unavailable(self._failure.message, hint=self._failure.hint)
+        if self._closing:
+            raise Unavailable("the engine is shutting down")
 
     def cancel(self, ticket: Ticket) -> None:
         """Let a sequence end with "cancelled" and its slot be free at the next step; one that has ended stays so."""
@@ -118,7 +139,11 @@ class Engine(Serving):
     def stats(self) -> EngineStats:
         """Give the figures after the last step, with what has arrived since among those that wait."""
         with self._wake:
-            return dataclasses.replace(self._stats, waiting=self._stats.waiting + len(self._arrivals))
+            found = dataclasses.replace(self._stats, waiting=self._stats.waiting + len(self._arrivals))
+        if self._responses is None:
+            return found
+        counted = {"response_cache_hits": self._responses.hits, "response_cache_misses": self._responses.misses}
+        return dataclasses.replace(found, **counted)
 
     @property
     def encoder(self) -> PromptEncoder:

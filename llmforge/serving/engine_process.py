@@ -181,6 +181,8 @@ class EngineProcess(Serving):
 
     def _hand_out(self, number: int, item: wire.Item) -> None:
         with self._lock:
+            if isinstance(item, wire.Taken) and number not in self._pending:
+                return  # it was answered before the process said that it was taken
             pending = self._pending[number]
             if isinstance(item, ForgeError | wire.RequestRefused) or getattr(item, "finish_reason", None) is not None:
                 del self._pending[number]

@@ -14,6 +14,7 @@ from llmforge.runtime.prefill_shapes import PREFILL_CHUNK
 from llmforge.serving.prefix_cache import Prefix
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.request import Chunk, Receiver, Request
+from llmforge.serving.response_cache import MOST_ANSWERS
 from llmforge.serving.sequence import Ticket
 
 
@@ -28,7 +29,9 @@ class EngineOptions:
     artifact, "eagle3" by the artifact's own head; None: as the artifact says. Drafts are verified where that was
     measured to be faster, and outputs stay what they are but for ties within the rounding of a kernel.
     `timeout_s` is the default deadline of a request of their own. `prefixes` are in the prefix cache from the start,
-    from files in `prefix_store` where they are there; what is not is computed, and written there.
+    besides those of the artifact, from files in `prefix_store` where they are there; what is not is computed, and
+    written there. `response_cache` is how many greedy answers are kept for requests that are the same
+    (`llmforge.serving.response_cache`); 0: none.
     """
 
     max_queue: int = 128
@@ -38,6 +41,7 @@ class EngineOptions:
     timeout_s: float | None = None
     prefixes: tuple[Prefix, ...] = ()
     prefix_store: Path | None = None
+    response_cache: int = 0
 
     def __post_init__(self) -> None:
         if self.max_queue < 0:
@@ -46,6 +50,8 @@ class EngineOptions:
             raise UsageError(f"step_tokens {self.step_tokens}: expected 1 or more")
         if self.prefix_cache_bytes < 0:
             raise UsageError(f"prefix_cache_bytes {self.prefix_cache_bytes}: expected 0 (disabled) or more")
+        if not 0 <= self.response_cache <= MOST_ANSWERS:
+            raise UsageError(f"response_cache {self.response_cache}: expected 0 (disabled) to {MOST_ANSWERS:,}")
         if self.speculation not in (None, "off", "prompt-lookup", "draft", "eagle3"):
             raise UsageError(f"speculation {self.speculation!r}: expected off, prompt-lookup, draft or eagle3")
         if self.timeout_s is not None and not self.timeout_s > 0:
@@ -74,6 +80,8 @@ class EngineStats:
     prefix_hit_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    response_cache_hits: int = 0  # requests whose answer was there
+    response_cache_misses: int = 0  # greedy ones whose answer was not
     preemptions: int = 0  # sequences that gave their blocks to older ones, and were read again later
     decode_s: float
     decode_tokens: int = 0

@@ -42,7 +42,7 @@ class Request:
             raise UsageError(f"timeout {self.timeout_s} s: expected a finite number of seconds above 0")
         if type(self.priority) is not int or abs(self.priority) > MOST_PRIORITY:
             raise UsageError(
-                f"priority {self.priority!r}: expected a whole number from -{MOST_PRIORITY} to {MOST_PRIORITY}"
+                f"priority {repr(self.priority)[:40]}: expected a whole number from -{MOST_PRIORITY} to {MOST_PRIORITY}"
             )
 
     def repeated(self, n: int) -> tuple[Request, ...]:

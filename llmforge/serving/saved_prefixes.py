@@ -1,7 +1,8 @@
 """Prefixes that outlast a process: their keys and values are computed once, kept in files, and there from the start.
 
-A file is named by a digest of what decides about its bits: the artifact, the tokens, and how this machine computes. It
-begins with the digest of the rest, without which it is not used.
+A file is named by a digest of what decides about its bits: the engine, the tokens, and how this machine computes. It
+begins with the digest of the rest, without which it is not used. Files lie in a folder of whoever serves, or in the
+artifact (`ShippedPrefixes`), which then says which tokens they are of.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import json
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmforge import native
-from llmforge.base import whole_file
+from llmforge.base import hashed_files, strict_json, whole_file
 from llmforge.base.errors import ForgeError, InputError, UsageError
-from llmforge.base.small_file import decode, read
+from llmforge.base.small_file import decode, read, read_json
 from llmforge.runtime.sampling.options import Sampling
-from llmforge.serving.prefix_cache import BLOCK, Prefix
+from llmforge.serving.prefix_cache import BLOCK, Prefix, PrefixCache
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol import tools
 from llmforge.serving.protocol.messages import encode_messages
@@ -31,8 +33,11 @@ from llmforge.serving.request import Chunk, Request
 from llmforge.serving.scheduler import Scheduler
 
 PREFIXES_BYTES = 16 << 20  # of a file of prefixes
-MOST = 64
+MOST = 64  # as in a recipe (llmforge.recipe.serving)
+FOLDER = "prefixes"  # in that of the engine: the files that an artifact ships
+INDEX = "prefixes.json"  # there: names and tokens
 _MAGIC = b"llmforge prefix 1\n"
+_OTHERWISE = "the artifact has none of this engine for machines that compute as this one does"
 # Users' messages that differ in their first character: what two prompts with them begin with alike is the prefix.
 _USERS = ("A", "z")
 
@@ -55,7 +60,7 @@ def read_prefixes(file: Path, encoder: PromptEncoder) -> tuple[Prefix, ...]:
             given = json.loads(line)
             if not isinstance(given, dict) or ("prompt" in given) == ("messages" in given):
                 raise UsageError("expected an object with either prompt or messages")
-            ids = _ids(given, encoder)
+            ids = prefix_ids(given, encoder)
         except (ValueError, RecursionError, UsageError) as error:
             message = error.message if isinstance(error, ForgeError) else f"no JSON: {error}"
             raise InputError(f"{file}, line {number}: {message}") from error
@@ -63,8 +68,13 @@ def read_prefixes(file: Path, encoder: PromptEncoder) -> tuple[Prefix, ...]:
     return tuple(found)
 
 
-def _ids(given: Mapping[str, Any], encoder: PromptEncoder) -> Sequence[int]:
-    """Give the tokens of one prefix."""
+def prefix_ids(given: Mapping[str, Any], encoder: PromptEncoder) -> Sequence[int]:
+    """Give the tokens of one prefix, with the keys of a line of `read_prefixes`.
+
+    Raises:
+        UsageError, InputError: it holds nothing that prompts begin with, or the chat template refuses it.
+        EnvironmentLacks: no process can be started to render the template.
+    """
     if "prompt" in given:
         if not isinstance(given["prompt"], str) or not given["prompt"]:
             raise UsageError("prompt: expected a text, not empty")
@@ -86,13 +96,13 @@ def _ids(given: Mapping[str, Any], encoder: PromptEncoder) -> Sequence[int]:
 
 
 class PrefixStore:
-    """Files of keys and values in a folder, for one artifact on machines that compute alike."""
+    """Files of keys and values in a folder, for one engine on machines that compute alike."""
 
     def __init__(self, folder: Path, artifact: Path) -> None:
         self.folder = folder
         self._of = hashlib.sha256()
         for part in (
-            (artifact / "manifest.json").read_bytes(), str(native.VERSION).encode(), native.instruction_set().encode(),
+            _engine_digest(artifact / "engine"), str(native.VERSION).encode(), native.instruction_set().encode(),
             version("onnxruntime").encode(),
         ):  # fmt: skip
             self._of.update(hashlib.sha256(part).digest())
@@ -128,10 +138,74 @@ class PrefixStore:
         whole_file.write(self.file(ids), lambda partial: partial.write_bytes(data))
 
 
-def fill(scheduler: Scheduler[Any], prefixes: Sequence[Prefix], store: PrefixStore | None) -> None:
+def _engine_digest(engine: Path) -> bytes:
+    """Hash the files of an engine, but for those in folders of it: what drafts, and prefixes."""
+    files = sorted(file for file in engine.iterdir() if file.is_file())
+    digests, _ = hashed_files.all_sha256(files)
+    return json.dumps([(file.name, digests[file]) for file in files]).encode()
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One prefix of an index."""
+
+    name: str
+    ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Index:
+    """What `INDEX` holds."""
+
+    prefixes: tuple[_Entry, ...]
+
+
+@dataclass(frozen=True)
+class ShippedPrefixes:
+    """What an artifact was built with: its prefixes, and the files of their keys and values, where there are any."""
+
+    prefixes: tuple[Prefix, ...]
+    store: PrefixStore | None = None  # None: there are no prefixes
+
+    @classmethod
+    def read(cls, artifact: Path) -> ShippedPrefixes:
+        """Read which prefixes an artifact has; none, if it was built without.
+
+        Raises:
+            InputError: its index is damaged.
+        """
+        folder = artifact / "engine" / FOLDER
+        if not folder.exists():
+            return cls(())
+        file = folder / INDEX
+        index = strict_json.read(_Index, read_json(file, PREFIXES_BYTES), str(file))
+        return cls(tuple(Prefix(each.name, each.ids) for each in index.prefixes), PrefixStore(folder, artifact))
+
+    def of(self, ids: Sequence[int]) -> ShippedPrefixes:
+        """Give those that a prompt begins with."""
+        found = tuple(each for each in self.prefixes if tuple(ids[: len(each.ids)]) == each.ids)
+        return ShippedPrefixes(found, self.store if found else None)
+
+
+def write_index(artifact: Path, prefixes: Sequence[Prefix]) -> ShippedPrefixes:
+    """Write down which prefixes an artifact has, whose engine is whole; `fill` writes their files into `store`."""
+    folder = artifact / "engine" / FOLDER
+    folder.mkdir()
+    listed = {"prefixes": [{"name": each.name, "ids": each.ids} for each in prefixes]}
+    (folder / INDEX).write_text(json.dumps(listed) + "\n", encoding="utf-8")
+    return ShippedPrefixes.read(artifact)
+
+
+def fill(
+    scheduler: Scheduler[Any],
+    prefixes: Sequence[Prefix],
+    store: PrefixStore | None,
+    shipped: PrefixStore | None = None,
+) -> None:
     """Have `prefixes` in the cache before the first request: from their files, else computed, and written there.
 
-    Notes of the scheduler say which, and what there is no room for. Nothing may run.
+    `shipped` has the files of an artifact, which are read alone; what they lack is looked for in `store`. Notes of the
+    scheduler say which, and what there is no room for. Nothing may run.
 
     Raises:
         UsageError: a prefix is too long for the context, or has unknown tokens.
@@ -146,11 +220,11 @@ def fill(scheduler: Scheduler[Any], prefixes: Sequence[Prefix], store: PrefixSto
         if not ids:
             scheduler.note(f"prefix {prefix.name}: not kept, it has {len(prefix.ids)} tokens, and a block {BLOCK}")
             continue
-        arrays = None if store is None or cache is None else store.load(ids)
-        if arrays is not None and cache is not None and cache.write(ids, arrays):
-            scheduler.note(f"prefix {prefix.name}: {len(ids)} tokens from {store and store.file(ids)}")
+        if cache is not None and (place := _read(cache, ids, [each for each in (shipped, store) if each is not None])):
+            scheduler.note(f"prefix {prefix.name}: {len(ids)} tokens from {place}")
             continue
         _run(scheduler, ids)
+        why = "" if shipped is None or cache is None else f" ({_OTHERWISE})"
         if cache is None:
             scheduler.note(
                 f"prefix {prefix.name}: {len(ids)} tokens computed, and not written: the cache has none apart"
@@ -158,10 +232,19 @@ def fill(scheduler: Scheduler[Any], prefixes: Sequence[Prefix], store: PrefixSto
         elif (found := cache.find(ids)) < len(ids):
             scheduler.note(f"prefix {prefix.name}: {found} of {len(ids)} tokens fit into the prefix cache; enlarge it")
         elif store is None or (made := cache.read(ids)) is None:
-            scheduler.note(f"prefix {prefix.name}: {len(ids)} tokens computed")
+            scheduler.note(f"prefix {prefix.name}: {len(ids)} tokens computed{why}")
         else:
             store.save(ids, made)
-            scheduler.note(f"prefix {prefix.name}: {len(ids)} tokens computed, and written to {store.file(ids)}")
+            scheduler.note(f"prefix {prefix.name}: {len(ids)} tokens computed, and written to {store.file(ids)}{why}")
+
+
+def _read(cache: PrefixCache[Any], ids: Sequence[int], stores: Sequence[PrefixStore]) -> Path | None:
+    """Read a prefix into the cache from the first of `stores` that has it; return its file."""
+    for store in stores:
+        arrays = store.load(ids)
+        if arrays is not None and cache.write(ids, arrays):
+            return store.file(ids)
+    return None
 
 
 def _run(scheduler: Scheduler[Any], ids: Sequence[int]) -> None:

@@ -128,7 +128,7 @@ def config(model: TritonModel, artifact: str) -> str:
         UsageError: `serving.triton.gpus` gives a GPU to ranks of two instances.
     """
     serving, triton = model.serving, model.serving.triton
-    options = serving.model_dump(exclude={"triton"}, exclude_none=True)
+    options = serving.model_dump(exclude={"triton", "prefixes"}, exclude_none=True)
     if serving.draft is not None:
         options["speculation"] = serving.draft.method
     given = {"artifact": artifact, "allow": model.allow}
@@ -199,10 +199,17 @@ def of_artifact(
         raise InputError(
             f"{artifact.path}: the artifact has no {FOLDER}/{manifest.name}", hint="build it again with this llmforge"
         )
+    built = ServingSpec.published(manifest.recipe, str(artifact.path))
+    serving = built.changed(overrides)
+    if serving.prefixes != built.prefixes:
+        raise UsageError(
+            "prefixes: the artifact was built with its own",
+            hint="change `serving.prefixes` in the recipe, and build it again",
+        )
     return TritonModel(
         name=name or manifest.name,
         kind=PROVIDERS[runtime.provider].kind or targets.load(manifest.target).kind,
-        serving=ServingSpec.published(manifest.recipe, str(artifact.path)).changed(overrides),
+        serving=serving,
         runtime=runtime,
         made_of={"artifact": f"{manifest.name} {manifest.version}", "content": manifest.content_digest},
         allow=allow,

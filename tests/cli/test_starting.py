@@ -20,7 +20,7 @@ from llmforge.doctor import kept
 from llmforge.measure import ceilings, machine
 from llmforge.metrics import units
 from llmforge.planning import request
-from llmforge.planning.choice import UNTRIED, Probed
+from llmforge.planning.choice import UNTRIED, Probed, ProbedDrafts
 from llmforge.recipe import Recipe
 
 from ..models import zoo_classic
@@ -268,6 +268,25 @@ def test_windows_of_a_probe_fit_a_short_context(home: Path, monkeypatch: pytest.
     result = invoke("init", "biogpt")
     assert result.exit_code == 0, result.stderr
     assert "# Measured, KLD on " in (home / "biogpt.yaml").read_text()
+
+
+def test_drafts_are_tried_on_answers_and_second_halves(tmp_path: Path) -> None:
+    code = " ".join(f"def first{n}(self): return self.value{n}" for n in range(12))
+    file = tmp_path / "text.jsonl"
+
+    def tried(*lines: dict[str, Any]) -> ProbedDrafts | None:
+        file.write_text("\n".join(map(json.dumps, lines)))
+        return probing.drafts(SAMPLE, file)
+
+    asked = {"role": "user", "content": code}
+    copied = tried({"messages": [asked, {"role": "assistant", "content": code}]})
+    assert copied is not None
+    assert copied.length > 4  # 8 at most
+    assert tried({"messages": [asked]}) is None  # nobody has answered
+    prose = tried({"text": "Each of these words stands here once, so nothing that was said before comes again."})
+    assert prose is not None
+    assert (prose.length < 1.5, prose.steps > prose.drafted) == (True, True)
+    assert probing.drafts(tmp_path, file) is None  # no checkpoint; what measures formats says so
 
 
 @pytest.mark.parametrize("folder", ["Meta-Llama_3.1 (8B)", "模型", "x" * 300, "..."])

@@ -14,15 +14,19 @@ from tokenizers import AddedToken, Tokenizer
 from llmforge import serving
 from llmforge.base.progress import Silent
 from llmforge.checkpoint import Checkpoint
-from llmforge.measure import behaviour
+from llmforge.measure import accepted_length, behaviour
+from llmforge.measure.accepted_length import Drafting
 from llmforge.measure.baseline import Baseline
 from llmforge.measure.scoring import CheckpointSide, EngineSide
 from llmforge.measure.tasks import TaskEngine
 from llmforge.metrics.behaviour.document import BehaviourDocument
-from llmforge.serving import Runner, Sampling
+from llmforge.report import behaviour as report
+from llmforge.runtime.config import SpeculationFacts
+from llmforge.serving import Engine, EngineOptions, Request, Runner, Sampling
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol import tool_prompt
 from llmforge.serving.protocol.answer import reasoning_of
+from llmforge.serving.speculation import Payoff, PromptLookup, Speculation
 
 from ..samples.small_artifact import publish_small
 
@@ -142,3 +146,69 @@ def test_what_the_context_does_not_hold_is_left_out(runner: Runner) -> None:
     prompts, (note,) = behaviour.prepare([document(), document(1, "word " * 1100)], runner)
     assert [prompt.document.id for prompt in prompts] == ["chat-0"]
     assert "exceed engine.max_context, 1024" in note
+
+
+class Repeats:
+    """Drafts the token before the last one, again and again."""
+
+    def __init__(self) -> None:
+        self.forgotten = 0
+
+    def propose(self, key: object, tokens: Sequence[int], most: int) -> list[int]:
+        """Draft."""
+        return [tokens[-2]] * most
+
+    def forget(self, key: object) -> None:
+        """Count."""
+        self.forgotten += 1
+
+
+def test_the_accepted_length_of_an_answer_follows_from_its_tokens() -> None:
+    proposer = Repeats()
+    drafting = Drafting(proposer, 2, "prompt-lookup")
+    # 7 | 7 5: the draft 7 7 stands once; 1: 7 7 stands nowhere; the last token has no room for a draft.
+    assert list(drafting.steps([9, 7], [7, 7, 5, 1, 2])) == [(2, True), (1, True), (1, False)]
+    assert drafting.accepted_length([9, 7], [7, 7, 5, 1, 2]) == pytest.approx(4 / 3)
+    assert drafting.accepted_length([9, 7], [7]) is None
+    assert proposer.forgotten == 3
+    lookup = Drafting(PromptLookup(), 7, "prompt-lookup")
+    assert lookup.accepted_length([1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5, 6]) == 3.0  # three in one step
+
+
+def test_accepted_lengths_are_those_that_the_engine_has(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Payoff, "pays", lambda *_: True)
+    prompt, often = runner.encode("one two"), ((20, 40.0), (21, 39.9))  # two tokens that take turns, by and by
+    speculation = Speculation(PromptLookup())
+    with Engine(runner, EngineOptions(speculation="prompt-lookup")) as engine:
+        request = Request(tuple(prompt), Sampling(max_tokens=60, ignore_eos=True, logit_bias=often))
+        answer = [chunk.token_id for chunk in engine.stream(request) if chunk.token_id is not None]
+        stats = engine.stats()
+    drafting = Drafting(speculation.proposer, speculation.max_tokens, "prompt-lookup")
+    taken = [tokens for tokens, _ in drafting.steps(prompt, answer)]
+    assert sum(taken) == 59
+    assert sum(each - 1 for each in taken) == stats.accepted_tokens > 0
+
+
+def test_drafts_of_an_artifact_are_held_against_those_of_its_checkpoint(
+    runner: Runner, sample_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = SpeculationFacts("prompt-lookup", 5)
+    drafting = serving.Runner(
+        runner.session, replace(runner.config, speculation=facts), runner.tokenizer, runner.template
+    )
+    monkeypatch.setattr(accepted_length, "TIMED_TOKENS", 4)
+    asked = [document(i, f"Say {i}.", slice="ab"[i % 2]) for i in range(6)]
+    found, _ = behaviour.run(
+        asked, TaskEngine(drafting, "small engine", 1), Checkpoint.open(sample_checkpoint), Silent()
+    )
+    assert found is not None
+    assert found.speculation is not None
+    assert (found.speculation.method, found.speculation.max_tokens) == ("prompt-lookup", 5)
+    assert found.speculation.speedup is not None
+    assert found.speculation.speedup.samples == 6
+    outcome = found.outcomes["accepted_length"]
+    assert outcome.baseline is not None
+    assert min(*outcome.artifact, *outcome.baseline) >= 1
+    assert set(outcome.slices) == {"a", "b"}
+    assert "Drafts by prompt-lookup, at most 5 tokens; a token after the first came" in report.drafts(found)
+    assert [row[0] for row in report.draft_rows(found)] == ["SLICE", "a", "b"]

@@ -12,7 +12,7 @@ import yaml
 from llmforge import passes, targets
 from llmforge.backends import BackendName
 from llmforge.planning import choice, starting
-from llmforge.planning.choice import Probed, Tried
+from llmforge.planning.choice import Probed, ProbedDrafts, Tried
 from llmforge.quantization.costs import FormatCost, ModelFormats, ProbedCosts
 from llmforge.recipe import Recipe
 from llmforge.rewrite import weight_proposals
@@ -33,12 +33,13 @@ def recipe(
     backend: BackendName | None = None,
     tried: Tried = choice.UNTRIED,
     runs_by_layer: bool = True,
+    drafts: ProbedDrafts | None = None,
 ) -> Recipe:
     def probe(formats: Sequence[ModelFormats]) -> Probed:
         if isinstance(klds, str):
             return Probed(why=klds, runs_by_layer=runs_by_layer)
         of = tuple(FormatCost(each, klds[each.linears.bits], int(SIZES[each.linears.bits])) for each in formats)
-        return Probed(ProbedCosts(1024, 134_515_008, of, cache=0.0013, activations=0.0027))
+        return Probed(ProbedCosts(1024, 134_515_008, of, cache=0.0013, activations=0.0027), drafts=drafts)
 
     config = PUBLIC["llama-3.1-8b"]
     if shape == "smollm2-135m":
@@ -187,3 +188,20 @@ def test_limits_have_two_digits_and_stand_above() -> None:
     assert choice.limit(0.0055) == 0.011
     assert choice.limit(1e-7) == 0.002
     assert choice.limit(0.0305) == 0.061
+
+
+def test_drafts_are_proposed_where_they_pay(tmp_path: Path) -> None:
+    """A step that verifies a draft takes some times as long as one of a token: few repetitions do not pay."""
+    edits, prose = ProbedDrafts(tokens=600, steps=100, drafted=90), ProbedDrafts(tokens=1200, steps=1000, drafted=300)
+    assert edits.gain > 2
+    assert prose.gain < 1
+    assert recipe(tmp_path, SMOLLM2, drafts=edits).serving.speculation == "prompt-lookup"
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert f"{edits.gain:.1f} times the tokens a second (6.00 tokens a step" in text
+    assert recipe(tmp_path, SMOLLM2, drafts=prose).serving.speculation is None
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert "# No `serving: {speculation: prompt-lookup}`: by repetitions in the calibration text 0." in text
+    assert "(1.20 tokens a step" in text
+    assert recipe(tmp_path, SMOLLM2, "throughput", drafts=edits).serving.speculation is None
+    assert recipe(tmp_path, SMOLLM2).serving.speculation is None
+    assert "speculation" not in (tmp_path / "recipe.yaml").read_text()

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic_core import to_jsonable_python
 
 from llmforge import passes, recipe
@@ -504,6 +505,16 @@ def test_every_shipped_recipe_builds(path: Path, tmp_path: Path) -> None:
     assert (result.path / "manifest.json").is_file()
     measured = targets.find(recipe.target).kind == "cpu"  # what no device here runs stays undecided
     assert result.report.verdict is (Verdict.PASS if measured else Verdict.INCONCLUSIVE)
+
+
+def test_a_gate_on_drafts_needs_drafts(tmp_path: Path) -> None:
+    recipe = yaml.safe_load(VALID)
+    recipe |= {"gates": {"behaviour.accepted_length": {"drop_max": 0.1}}}
+    recipe["validation"] = {**recipe.get("validation", {}), "behaviour": {}}
+    error = refused(tmp_path, yaml.safe_dump(recipe))
+    assert "behaviour.accepted_length: is not measured: the recipe has no drafts" in error.message
+    recipe["serving"] = {"speculation": "prompt-lookup"}
+    assert load(tmp_path, yaml.safe_dump(recipe)).gates["behaviour.accepted_length"].drop_max == 0.1
 
 
 def test_speculation_is_a_method_or_a_mapping(tmp_path: Path) -> None:

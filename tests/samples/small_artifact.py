@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -36,10 +36,11 @@ def publish_small(
     eos: tuple[int, ...] = (EOS,),
     context: int = CONTEXT,
     adapters: Sequence[str] = (),
+    finish: Callable[[Path], None] | None = None,
 ) -> Artifact:
     """Publish the decoder of tests/models/decoder_graph.py as the artifact `small`: 4 slots, 256 tokens of context.
 
-    `adapters` are names; each has random matrices of its own.
+    `adapters` are names; each has random matrices of its own. `finish` adds to the folder before it is sealed.
     """
     with staging(out, "small") as folder:
         graph = decoder(VOCABULARY, context)
@@ -51,6 +52,8 @@ def publish_small(
         (folder / "tokenizer").mkdir()
         for name in ("tokenizer.json", "chat_template.jinja", "special_tokens_map.json"):
             shutil.copy(checkpoint / name, folder / "tokenizer" / name)
+        if finish is not None:
+            finish(folder)
         return stored.publish(folder, recipe={"name": "small"}, target="local", latency=None)
 
 

@@ -174,6 +174,8 @@ class TestConfig:
                 (spec.name, spec.data_type, [str(spec.length)]) for spec in specs
             ]
         assert all(each["optional"] for each in config["input"])
+        # Nothing waits in Triton's queue, so that neither its priorities nor its policies would decide anything.
+        assert not config.keys() & {"dynamic_batching", "sequence_batching", "scheduling_choice"}
 
     def test_instances_and_versions_are_those_of_the_recipe(
         self, env: TritonEnv, artifacts: dict[str, Artifact]
@@ -187,6 +189,15 @@ class TestConfig:
 
 
 class TestAnswers:
+    def test_a_request_has_a_priority(self, server: Server) -> None:
+        plain = server.generate("random", text_input="Tell me", max_tokens=4)
+        for given in ({"priority": -3}, {"sampling_parameters": json.dumps({"priority": 2})}):
+            reply = server.generate("random", text_input="Tell me", max_tokens=4, **given)
+            assert (reply.status, reply.json["text_output"]) == (200, plain.json["text_output"])
+        refused = server.generate("random", text_input="Tell me", max_tokens=4, priority="high")
+        assert refused.status == 400
+        assert "priority 'high': expected a whole number" in refused.text
+
     def test_generate_says_what_llmforge_run_says(self, server: Server, artifacts: dict[str, Artifact]) -> None:
         command = [sys.executable, "-c", "from llmforge.cli import main; main()", "run"]
         command += [str(artifacts["random"].path), "Tell me", "--max-tokens", "40", "--json"]

@@ -573,6 +573,17 @@ class TestInputs:
         assert (sampling.top_k, sampling.seed, sampling.stop) == (5, 2**63, ("x", "y"))
         assert (sampling.max_tokens, sampling.temperature) == (7, 0.5)
 
+    def test_a_priority_is_the_engines(self, runner: Runner) -> None:
+        assert ask(runner, text_input="a").request.priority == 0
+        assert ask(runner, {"priority": -3}, text_input="a").request.priority == -3
+        given = json.dumps({"priority": 2, "max_tokens": 4})
+        assert ask(runner, text_input="a", sampling_parameters=given).request.priority == 2
+        for wrong in ("high", 1.5, True, 101, [1] * 99):
+            with pytest.raises(UsageError, match=r"priority .{1,40}: expected a whole number from -100 to 100"):
+                ask(runner, {"priority": wrong}, text_input="a")
+        with pytest.raises(UsageError, match="priority: given twice"):
+            ask(runner, {"priority": 1}, text_input="a", sampling_parameters=given)
+
     def test_each_may_be_given_once(self, runner: Runner) -> None:
         with pytest.raises(UsageError, match="top_k: given twice, also as a parameter"):
             ask(runner, {"top_k": 5}, text_input="a", top_k=4)

@@ -14,7 +14,7 @@ from llmforge.backends.engines import BuildRequest, BuiltEngine
 from llmforge.backends.onnxruntime import interop
 from llmforge.backends.onnxruntime.builder import write_tokenizer
 from llmforge.base import plugins
-from llmforge.compile import drafts, export_proxy, written_files
+from llmforge.compile import drafts, export_proxy, prefixes, written_files
 from llmforge.compile.reuse import hash_of
 from llmforge.compile.state import CompileState
 from llmforge.ir import graph
@@ -68,6 +68,7 @@ def build_engine(state: CompileState) -> None:
             if state.draft is not None:
                 state.draft.copy_into(state.staging)
                 state.notes.append(state.draft.note)
+            state.notes += prefixes.write(state.staging, recipe.serving, state.target)
             state.hashing.begin_content()
             if plugin is None:  # what is compared now is what is hashed
                 expected = expected.also({f"engine/{name}": content for name, content in files.items()}).also(for_vllm)

@@ -8,7 +8,7 @@ from llmforge import passes, targets
 from llmforge.backends import BACKENDS, plugin_of
 from llmforge.base import plugins
 from llmforge.base.errors import UnsupportedError
-from llmforge.compile import preflight
+from llmforge.compile import prefixes, preflight
 from llmforge.compile.preflight import CheckedRecipe
 from llmforge.recipe import Recipe
 from llmforge.targets import Target
@@ -23,6 +23,7 @@ def check_recipe(recipe: Recipe, out: Path) -> CheckedRecipe:
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
     preflight.check(recipe)
     preflight.check_source(recipe, steps)
+    prefixes.check(recipe)
     notes = *preflight.check_room(recipe, out), *preflight.check_revision(recipe, out)
     check_host(recipe, target)  # last: it imports what builds engines
     return CheckedRecipe(recipe, steps, target, out, notes)

@@ -40,6 +40,7 @@ class BehaviourAnswer:
         margin: ln p(first opening) less ln p(second opening) of a document that names two; None: not measured.
         odds: how sure of the baseline's answer who made this one is: of its `OWN` tokens, and of those that end it,
             open a call, end thoughts, hold a bracket; as far as they were measured.
+        accepted_length: tokens that a step gives where the artifact's drafts are verified; None: it drafts nothing.
     """
 
     text: str
@@ -51,3 +52,4 @@ class BehaviourAnswer:
     tokens: int = 0
     margin: float | None = None
     odds: Mapping[str, TokenOdds] = field(default_factory=dict)
+    accepted_length: float | None = None

@@ -15,7 +15,7 @@ from llmforge.metrics.behaviour import json_schema
 from llmforge.metrics.behaviour.answer import BehaviourAnswer
 from llmforge.metrics.behaviour.document import BehaviourDocument
 from llmforge.metrics.behaviour.languages import language_of
-from llmforge.metrics.units import NATS, NATS_MOVED, SHARE, TEXT, Unit
+from llmforge.metrics.units import NATS, NATS_MOVED, SHARE, TEXT, TOKENS_A_STEP, Unit
 
 NGRAM, FEWEST_NGRAMS, REPEATED = 4, 24, 0.5  # words; a text of fewer n-grams has no loop; share that stood before
 
@@ -213,7 +213,12 @@ def _shift(
     return max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=None)
 
 
+def _accepted(document: BehaviourDocument, answer: BehaviourAnswer, theirs: BehaviourAnswer | None) -> float | None:
+    return answer.accepted_length
+
+
 CHECKS = "checks"
+ACCEPTED_LENGTH = "accepted_length"
 
 # fmt: off
 
@@ -284,6 +289,10 @@ OUTCOMES: tuple[Outcome, ...] = (
             ("thinking", answers.THOUGHTS, "ends of thoughts", "the token that ends thoughts"),
             ("bracket", answers.BRACKETS, "brackets", "tokens with a bracket of JSON"),
         )
+    ),
+    Outcome(
+        ACCEPTED_LENGTH, "Accepted length of drafts", TOKENS_A_STEP, "higher", _accepted,
+        "tokens of a step of the decoder that verifies what the artifact drafts, mean over answers; 1: no draft stands",
     ),
 )
 

@@ -45,6 +45,14 @@ class OutcomeValues(ReportRecord):
     slices: dict[str, ScoreFigures]  # of documents of each slice
 
 
+class SpeculationRecord(ReportRecord):
+    """What drafts tokens in the artifact, and how many times faster a token came by it, over some of the chats."""
+
+    method: str
+    max_tokens: int = Field(ge=1)  # of a draft
+    speedup: Estimate | None  # of a token after the first, against the same chats without; None: not timed
+
+
 class BehaviourResult(ReportRecord):
     """What chats did on an artifact and, where it was measured, on its checkpoint: the same prompts to both."""
 
@@ -53,6 +61,7 @@ class BehaviourResult(ReportRecord):
     slices: tuple[str, ...] = Field(max_length=MOST_CHATS)  # of each document
     outcomes: dict[str, OutcomeValues]
     chats: tuple[ChatPair, ...] = Field(default=(), max_length=SHOWN)
+    speculation: SpeculationRecord | None = None  # None: the artifact drafts nothing
     created: str  # UTC, ISO 8601
     engine: str  # what ran the artifact, as text
     baseline: str | None  # what it was held against, as text
@@ -94,6 +103,7 @@ def measured(
     *,
     engine: str,
     baseline: str | None,
+    speculation: SpeculationRecord | None = None,
 ) -> BehaviourResult:
     """Measure answers to `documents`, by place; without `theirs` only what a document itself expects."""
     if len(ours) != len(documents) or (theirs is not None and len(theirs) != len(documents)):
@@ -122,6 +132,7 @@ def measured(
         created=datetime.now(UTC).replace(microsecond=0).isoformat(),
         engine=engine,
         baseline=baseline,
+        speculation=speculation,
     )
 
 

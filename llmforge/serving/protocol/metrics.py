@@ -12,6 +12,11 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "llmforge_output_tokens_total": ("Tokens chosen", "output_tokens"),
     "llmforge_prefix_query_tokens_total": ("Prompt tokens looked up in the prefix cache", "prefix_query_tokens"),
     "llmforge_prefix_hit_tokens_total": ("Prompt tokens found in the prefix cache", "prefix_hit_tokens"),
+    "llmforge_response_cache_hits_total": ("Requests answered from the response cache", "response_cache_hits"),
+    "llmforge_response_cache_misses_total": (
+        "Greedy requests that the response cache had no answer to",
+        "response_cache_misses",
+    ),
     "llmforge_drafted_tokens_total": ("Tokens that speculation proposed", "drafted_tokens"),
     "llmforge_accepted_tokens_total": ("Proposed tokens that stood", "accepted_tokens"),
 }

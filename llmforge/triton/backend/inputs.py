@@ -63,7 +63,7 @@ def read(
     given = _json(parameters, "the parameters", limits)
     deadline_s = _deadline(given, timeout_s)
     gathered = _sampling(tensors, given, limits)
-    adapter = _adapter(gathered)
+    adapter, priority = _adapter(gathered), gathered.pop("priority", 0)
     sampling = sampling_of({name: value for name, value in gathered.items() if name not in tools.FIELDS})
     if gathered.get("tools") and signature.MESSAGES.name not in tensors:
         raise UsageError("tools: the model is shown them with messages alone")
@@ -71,7 +71,7 @@ def read(
     prompt = _prompt(tensors, encoder, limits, () if use is None else use.tools)  # what takes time comes last
     echo = _echo(tensors, stream=stream)
     adapter_number(adapter, encoder.config.adapters)
-    request = Request(tuple(prompt), sampling, deadline_s, adapter=adapter)
+    request = Request(tuple(prompt), sampling, deadline_s, adapter=adapter, priority=priority)
     if use is None:
         return InferenceRequest(request, stream, echo, frozenset(omitted))
     return InferenceRequest(use.applied(request), stream, echo, frozenset(omitted), use.parser())
