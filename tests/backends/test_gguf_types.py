@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmforge
-from llmforge import targets
+from llmforge import native, targets
 from llmforge.backends.engines import exporter
 from llmforge.backends.exported_parameters import KernelBlocks
 from llmforge.backends.gguf import packing
@@ -25,15 +25,18 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.gguf import blocks
 from llmforge.compile import export_proxy
 from llmforge.passes import QuantizeWeights
-from llmforge.quantization import allocation, cpu_layout
+from llmforge.quantization import allocation, codebook, cpu_layout
 from llmforge.quantization.formats import GGUF
 from llmforge.quantization.grid import Grid, gguf_type
 from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize, round_to_nearest, split, stored
+from llmforge.quantization.initializers import LazyMatrix, arrange, readable
 from llmforge.quantization.methods.gptq import Curvature, gptq
 from llmforge.quantization.methods.importance import columns_of
 from llmforge.quantization.rounding import choose
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context
+
+from ..rewrite.test_cpu_kernels import linear
 
 LOCAL, SPEC = targets.local(), EngineSpec(backend="gguf", max_context=64)
 BY_NAME = {kind.name: kind for kind in blocks.TYPES.values()}
@@ -127,6 +130,44 @@ def test_the_layout_of_the_kernels_is_undone(bits: int, kind: str, scale: Any) -
     again = cpu_layout.read(arranged, *matrix.shape, grid)
     assert np.array_equal(again.codes, matrix.codes)
     assert np.array_equal(dequantize(again), dequantize(matrix))
+
+
+@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not compiled")
+@pytest.mark.parametrize("name", ["Q2_K", "IQ4_XS", "IQ4_NL"])
+def test_kernels_compute_with_the_numbers_of_a_type_that_they_hold_in_more_bits(name: str) -> None:
+    matrix = round_to_nearest(drawn(7, k=WIDTHS[name]), GRIDS[name])
+    lazy = readable(LazyMatrix(lambda: matrix, *matrix.shape, matrix.grid))
+    held = lazy.calculate()
+    assert held.grid == lazy.grid != matrix.grid
+    assert packing.type_of(held.grid, WIDTHS[name]) == name
+    again = cpu_layout.read(arrange(held), *held.shape, held.grid)
+    assert np.array_equal(packing.pack(again), packing.pack(matrix))
+    x = np.random.default_rng(8).standard_normal((3, WIDTHS[name])).astype(np.float32)
+    wanted = x @ dequantize(matrix).T
+    assert np.abs(linear(held, x, terms=2) - wanted).max() < 1e-3 * np.abs(wanted).max()
+
+
+def test_codes_that_are_no_levels_of_the_codebook_are_refused() -> None:
+    [codes] = codebook.of_bytes(codebook.as_bytes(np.arange(16, dtype=np.uint8)[None]))
+    assert codes.tolist() == list(range(16))
+    for level in (1, 241, 255):
+        with pytest.raises(ValueError, match="no levels of the codebook"):
+            codebook.of_bytes(np.array([[0, level]], np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 2}, "2 bits go with minima, blocks of 16"),
+        ({"bits": 4, "block_size": 32, "scale": "int4-fp16"}, "2 bits go with minima, blocks of 16"),
+        ({"codebook": True, "bits": 5, "scale": "fp16"}, "a codebook has 4 bits"),
+        ({"codebook": True, "symmetric": False, "scale": "fp16"}, "a codebook has 4 bits"),
+        ({"codebook": True, "block_size": 64, "scale": "fp16"}, "a codebook has 4 bits"),
+    ],
+)
+def test_grids_that_no_type_has_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Grid(**{"bits": 4, "block_size": 32, "symmetric": True, **options})
 
 
 def test_int8_scales_are_not_read_back() -> None:
