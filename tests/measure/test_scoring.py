@@ -263,6 +263,8 @@ def test_log_probabilities_are_read_in_the_shape_of_llama_cpps_server() -> None:
 
     def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         status, said = completion(body, echo=False)
+        if "error" in said:
+            return status, said
         [choice] = said["choices"]
         (name,), (logprob,), (top,) = (choice["logprobs"][key] for key in ("tokens", "token_logprobs", "top_logprobs"))
         ids = {decode([token]): token for token in range(10)}
