@@ -309,8 +309,8 @@ class _Measuring:
         with contextlib.ExitStack() as held:
             server = None
             if asked.proxy is not None and asked.interpreters and (held_against or spec.latency):
-                chosen = self._closest_to_servers()
-                server = held.enter_context(runtimes.opened(asked.artifact, self.runner.config.vocabulary, chosen))
+                closest, vocabulary = self._closest_to_servers(), self.runner.config.vocabulary
+                server = held.enter_context(runtimes.opened(asked.artifact, vocabulary, closest))
             if held_against is not None:
                 moved, described = self._quality(held_against, server), held_against.baseline.description
             if spec.latency is not None:

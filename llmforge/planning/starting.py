@@ -96,9 +96,8 @@ def write(
     grid = source.grid_of(settings, folder) if is_stored else None
     compute = before.plan.scheme.compute
     kernels = library() is not None
-    known = latents, is_stored, grid, kernels
-    there = Deployment(target, BACKENDS[chosen], compute, goal, *known, is_bf16=shape.dtype == "bf16")
-    there = replace(there, has_experts=_has_experts(shape, folder_of(folder)))
+    known = latents, is_stored, grid, kernels, shape.dtype == "bf16", _has_experts(shape, folder_of(folder))
+    there = Deployment(target, BACKENDS[chosen], compute, goal, *known)
     requantizes = is_stored and grid is None and there.on_cpu and kernels
     if requantizes:
         there = replace(there, is_quantized=False)

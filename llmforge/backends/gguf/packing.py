@@ -43,8 +43,8 @@ def type_of(grid: Grid, k: int) -> str | None:
     if grid.zero_points or grid.trellis:
         return None
     if grid == OF_CODEBOOK or grid.codebook:  # of rows of whole superblocks the one, of others the other
-        kind, scale = ("IQ4_NL", "fp16") if k % SUPERBLOCK else ("IQ4_XS", "int6-fp16")
-        return kind if grid.scale in ("fp32", scale) and k % BLOCK == 0 else None
+        iq4, own = ("IQ4_NL", "fp16") if k % SUPERBLOCK else ("IQ4_XS", "int6-fp16")
+        return iq4 if grid.scale in ("fp32", own) and k % BLOCK == 0 else None
     if grid == OF_2_BITS:
         grid = Q2_K
     if grid.scale == "fp16" and grid.block_size % BLOCK == 0 and k % grid.block_size == 0:

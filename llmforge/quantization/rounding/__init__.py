@@ -145,15 +145,8 @@ def choose(
     assert arrays["hessian"].shape == arrays["lower"].shape == square
     assert arrays["mean"].shape == arrays["feedback"].shape == channels
     numbers = (
-        grid.bits,
-        grid.symmetric,
-        _STORAGE[grid.scale],
-        steps,
-        sweeps,
-        start is not None,
-        grid.trellis,
-        grid.minimums,
-        grid.codebook,
+        *(grid.bits, grid.symmetric, _STORAGE[grid.scale], steps, sweeps, start is not None),
+        *(grid.trellis, grid.minimums, grid.codebook),
     )
     places = {name: array.ctypes.data if array.size else None for name, array in arrays.items()}
     job = _RoundingJob(n, k, grid.block_size, SUPERBLOCK, *numbers, *(places[name] for name in _ARRAYS))
