@@ -132,7 +132,7 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
         Field(
             description="trellis: 4 bits choose among 32 levels, by the codes of the rows before; gguf: the types of "
             "GGUF files, by `bits`: Q3_K, Q4_K, Q5_K, Q6_K, Q8_0, and those of blocks of 32 where 256 does not divide "
-            "the input features, `auto` among all; both need llmforge's CPU kernels"
+            "the input features, `auto` among all, also Q2_K, IQ4_XS and IQ4_NL; both need llmforge's CPU kernels"
         ),
     ] = "uniform"
     method: Annotated[str, methods.Named(), Field(description=methods.summaries())] = methods.DEFAULT.name

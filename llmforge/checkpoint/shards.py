@@ -40,6 +40,18 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     return files
 
 
+def tensor_names(folder: Path) -> frozenset[str] | None:
+    """Name the tensors of a folder, by its one file or its index; None: it has neither, but perhaps a configuration.
+
+    Raises:
+        CheckpointError: the file, or the index, is none.
+    """
+    if (folder / WEIGHTS).exists():
+        return frozenset(read_header(folder / WEIGHTS))
+    index = folder / WEIGHTS_INDEX
+    return frozenset(_weight_map(index)) if index.exists() else None
+
+
 def _no_weights(folder: Path) -> CheckpointError:
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
     if pickles:

@@ -34,7 +34,7 @@ from llmforge.measure.latency import TimedModel, engine_description
 from llmforge.measure.quality import Logits
 from llmforge.measure.recipe_latency import RecipeLatency
 from llmforge.measure.recipe_quality import RecipeQuality
-from llmforge.measure.runtimes import Interpreter
+from llmforge.measure.runtimes import Interpreter, Opened
 from llmforge.measure.scoring import AnswerCache, TaskRequest
 from llmforge.measure.streamed_baseline import StreamedBaseline
 from llmforge.measure.tasks import TaskEngine
@@ -305,19 +305,26 @@ class _Measuring:
         """Measure all that is asked for, one after the other."""
         asked, spec = self.asked, self.asked.spec
         moved = timed = described = None
-        if held_against is not None:
-            moved, described = self._quality(held_against), held_against.baseline.description
-        if spec.latency is not None:
-            whole = self._whole(None if held_against is None else held_against.baseline)
-            described = described or (None if whole is None else whole.description)
-            timed = self._latency(spec.latency, whole)
         ran: tuple[RuntimeRun, ...] = ()
-        if asked.interpreters:
-            self.progress.stage("Run in other runtimes")
-            ran = runtimes.run(
-                asked.artifact, self.runner, asked.windows, asked.interpreters, progress=self.progress.advance
-            )
-            self.notes.extend(f"{run.title} failed: {run.failure}" for run in ran if run.failure is not None)
+        with contextlib.ExitStack() as held:
+            server = None
+            if asked.proxy is not None and asked.interpreters and (held_against or spec.latency):
+                closest, vocabulary = self._closest_to_servers(), self.runner.config.vocabulary
+                server = held.enter_context(runtimes.opened(asked.artifact, vocabulary, closest))
+            if held_against is not None:
+                moved, described = self._quality(held_against, server), held_against.baseline.description
+            if spec.latency is not None:
+                whole = self._whole(None if held_against is None else held_against.baseline)
+                described = described or (None if whole is None else whole.description)
+                timed = self._latency(spec.latency, whole, server)
+            if asked.interpreters:
+                self.progress.stage("Run in other runtimes")
+                ran = runtimes.run(
+                    *(asked.artifact, self.runner, asked.windows, asked.interpreters),
+                    open_=server,
+                    progress=self.progress.advance,
+                )
+                self.notes.extend(f"{run.title} failed: {run.failure}" for run in ran if run.failure is not None)
         results = () if spec.tasks is None else self._tasks(spec.tasks)
         chosen = self._adapters() if spec.quality is not None and spec.quality.adapter_tokens else ()
         chats = None if spec.behaviour is None else self._behaviour(spec.behaviour)
@@ -328,31 +335,29 @@ class _Measuring:
         assert self.asked.spec.quality is not None
         return RecipeQuality(self.asked.spec.quality, self.runner, self.asked.windows, self.progress)
 
-    def _quality(self, held_against: _Reference) -> Quality:
+    def _quality(self, held_against: _Reference, server: Opened | None) -> Quality:
         """Compare the artifact with its reference; one for servers of others in another runtime, where there is one."""
         asked = self.asked
         assert asked.engine is not None
-        with contextlib.ExitStack() as held:
-            logits: Callable[..., NDArray[np.float32]] = self.runner.logits
-            greedy: Generate | None = None
-            if asked.proxy is not None:
-                backend, runtime, version = of_provider(asked.engine.config.provider), None, ""
-                if asked.interpreters:
-                    chosen = self._closest_to_servers()
-                    other = held.enter_context(runtimes.opened(asked.artifact, self.runner.config.vocabulary, chosen))
-                    logits, greedy, runtime, version = other.logits, other.answer, chosen.runtime, other.title
-                self.notes.append(export_proxy.note(backend.name, self.runner.config, runtime, version))
-            compared = self._recipe_quality.answers(held_against.baseline, greedy)
-            if compared[1] and isinstance(held_against.baseline, StreamedBaseline):
-                self.notes.append(
-                    "answers: the baseline runs layer by layer: behind the first difference it is shown for "
-                    f"{streamed_baseline.GENERATED} tokens at most"
-                )
-            expected = held_against.logits()
-            moved = self._recipe_quality.compare(logits, expected, compared)
-            if (apart := quality_metrics.answers_apart(moved)) is not None:
-                self.notes.append(f"quality: {apart}")
-            return moved
+        logits: Callable[..., NDArray[np.float32]] = self.runner.logits
+        greedy: Generate | None = None
+        if asked.proxy is not None:
+            backend, runtime, version = of_provider(asked.engine.config.provider), None, ""
+            if server is not None:
+                logits, greedy = server.logits, server.answer
+                runtime, version = server.interpreter.runtime, server.title
+            self.notes.append(export_proxy.note(backend.name, self.runner.config, runtime, version))
+        compared = self._recipe_quality.answers(held_against.baseline, greedy)
+        if compared[1] and isinstance(held_against.baseline, StreamedBaseline):
+            self.notes.append(
+                "answers: the baseline runs layer by layer: behind the first difference it is shown for "
+                f"{streamed_baseline.GENERATED} tokens at most"
+            )
+        expected = held_against.logits()
+        moved = self._recipe_quality.compare(logits, expected, compared)
+        if (apart := quality_metrics.answers_apart(moved)) is not None:
+            self.notes.append(f"quality: {apart}")
+        return moved
 
     def _whole(self, baseline: Baseline | StreamedBaseline | None) -> Baseline | None:
         """Take the baseline that takes turns with the artifact; None, with a note: it does not fit into memory."""
@@ -364,7 +369,7 @@ class _Measuring:
         self.progress.stage("Load baseline")
         return Baseline(self.asked.checkpoint, threads=self.asked.threads)
 
-    def _latency(self, spec: LatencySpec, baseline: Baseline | None) -> Latency:
+    def _latency(self, spec: LatencySpec, baseline: Baseline | None, server: Opened | None) -> Latency:
         """Time the artifact, and its baseline where there is one."""
         asked, theirs = self.asked, None
         assert asked.engine is not None
@@ -372,15 +377,13 @@ class _Measuring:
         if baseline is not None:
             theirs = TimedModel(baseline.description, baseline.generate, baseline.load_seconds)
         runs = RecipeLatency(asked.artifact, self.runner, spec, asked.target, asked.read, asked.threads, asked.ranks)
-        with contextlib.ExitStack() as held:
-            if asked.proxy is None:
-                described = engine_description(self.runner, asked.threads)
-                ours = TimedModel.of_runner(self.runner, description=described, load_seconds=self.load_seconds)
-            else:
-                vocabulary, server = self.runner.config.vocabulary, self._closest_to_servers()
-                other = held.enter_context(runtimes.opened(asked.artifact, vocabulary, server))
-                ours = TimedModel(other.title, other.generate, other.loaded_s(), by_its_clock=True)
-            timed = runs.run(ours, theirs, asked.engine.size_bytes, self.progress.advance)
+        if asked.proxy is None:
+            described = engine_description(self.runner, asked.threads)
+            ours = TimedModel.of_runner(self.runner, description=described, load_seconds=self.load_seconds)
+        else:
+            assert server is not None, "planning refuses latency of an artifact for servers without one"
+            ours = TimedModel(server.title, server.generate, server.loaded_s(), by_its_clock=True)
+        timed = runs.run(ours, theirs, asked.engine.size_bytes, self.progress.advance)
         self.notes.extend(runs.notes)
         return timed
 

@@ -7,13 +7,30 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llmforge.base.errors import EnvironmentLacks, RunFailed
 from llmforge.base.http_server import HttpServer
 
+CLIENTS = 8  # requests at once, of what asks for many
+FORCE = 100.0  # `logit_bias` of a token that is asked for: the largest that OpenAI allows
+TOKEN_ID = re.compile(r"token_id:(\d+)")  # a name of `ToldToken`, as vLLM's `return_tokens_as_token_ids` has it
 Hook = Callable[[dict[str, Any]], Any]  # is given every object of JSON as it is read, and gives what stands for it
+
+
+@dataclass(frozen=True)
+class ToldToken:
+    """A token that a server chose, ln p of it, and of the likeliest ones by what it calls them.
+
+    A name is text, or `token_id:N` where the server says which it is (llama.cpp, and vLLM on request).
+    """
+
+    name: str
+    logprob: float
+    listed: tuple[tuple[str, float], ...]
 
 
 class Http:
@@ -94,6 +111,26 @@ class Completions:
             raise RunFailed(f"{self.description}: an answer has no choices")
         return found
 
+    def next_token(self, ids: Sequence[int], listed: int, forced: int | None = None) -> ToldToken:
+        """Ask for the token after `ids`, `forced` made the likeliest, and for log-probabilities of so many.
+
+        Raises as `answered`, and LookupError, ValueError, TypeError or AttributeError: they are of another shape.
+        """
+        bias = {} if forced is None else {"logit_bias": {str(forced): FORCE}}
+        body = {"prompt": list(ids), "max_tokens": 1, "logprobs": listed, "ignore_eos": True, **bias}
+        found = self.choice(body)["logprobs"]
+        if "content" in found:  # llama.cpp's llama-server
+            [first] = found["content"]
+            if len(first["top_logprobs"]) > listed:
+                raise ValueError(f"{len(first['top_logprobs'])} log-probabilities, asked: {listed}")
+            return ToldToken(
+                _by_id(first),
+                float(first["logprob"]),
+                tuple((_by_id(each), float(each["logprob"])) for each in first["top_logprobs"]),
+            )
+        (name,), (logprob,), (row,) = found["tokens"], found["token_logprobs"], found["top_logprobs"]
+        return ToldToken(str(name), float(logprob), tuple((each, float(value)) for each, value in row.items()))
+
     def chat(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Let the model answer a chat, greedily unless `body` says otherwise; raises as `Http.post`."""
         return self.http.post(f"{self._base}/v1/chat/completions", self._body(body))
@@ -116,6 +153,10 @@ class Completions:
         if not (isinstance(models, list) and models and isinstance(models[0], dict) and "id" in models[0]):
             raise EnvironmentLacks(f"{self.http.url}: HTTP 200 and no model at {path}", hint="name it with --model")
         return str(models[0]["id"])
+
+
+def _by_id(entry: Mapping[str, Any]) -> str:
+    return f"token_id:{entry['id']}" if "id" in entry else str(entry["token"])
 
 
 def _object(data: bytes) -> dict[str, Any]:

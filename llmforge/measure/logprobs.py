@@ -17,8 +17,7 @@ token: an offset by one place is found, and undone.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -27,17 +26,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from llmforge.base.errors import RunFailed, UnsupportedError
-from llmforge.measure.completions import Completions
+from llmforge.measure.completions import CLIENTS, TOKEN_ID, Completions
 from llmforge.metrics.truncation import Told
 from llmforge.serving.token_bytes import TokenBytes
 
-CLIENTS = 8  # requests at once
-FORCE = 100.0  # `logit_bias` of a token that is asked for: the largest that OpenAI allows
 ENTRIES = 4_000_000  # log-probabilities in one answer: .7 GB while they are read
 CLOSE = 0.02  # nats; servers that compute in 16 bits differ by less between two batches
 Way = Literal["prompt_logprobs", "echo", "logprobs"]
 Entry = tuple[str, float]  # what names a token, and ln p
-_TOKEN_ID = re.compile(r"token_id:(\d+)")  # vLLM's `return_tokens_as_token_ids`
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,7 @@ class TokenNames:
 
     def find(self, name: str) -> int | None:
         """Give the id of a name; None: it is unknown, or of several."""
-        if match := _TOKEN_ID.fullmatch(name):
+        if match := TOKEN_ID.fullmatch(name):
             return int(match[1])
         ids = self._of.get(name, ())
         return next(iter(ids)) if len(ids) == 1 else None
@@ -263,25 +259,10 @@ class ServedLogprobs:
 
     def _generated(self, ids: Sequence[int], top: int, forced: int | None = None) -> tuple[Told, str, float]:
         """Ask for the token after `ids`: the distribution, the token's name and its ln p."""
-        bias = {} if forced is None else {"logit_bias": {str(forced): FORCE}}
-        body = {"prompt": list(ids), "max_tokens": 1, "logprobs": top, "ignore_eos": True, **bias}
-        found = self.completions.choice(body)["logprobs"]
-        if "content" in found:  # llama.cpp's llama-server
-            [first] = found["content"]
-            entries = [(self._by_id(each), float(each["logprob"])) for each in first["top_logprobs"]]
-            if len(entries) > top:
-                raise ValueError(f"{len(entries)} log-probabilities, asked: {top}")
-            name, logprob = self._by_id(first), float(first["logprob"])
-        else:
-            (name,), (logprob,), (row,) = found["tokens"], found["token_logprobs"], found["top_logprobs"]
-            entries = list(row.items())
-        if not entries:
+        found = self.completions.next_token(ids, top, forced)
+        if not found.listed:
             raise ValueError("no log-probabilities")
-        return self._named(entries, -1 if forced is None else forced, top), str(name), float(logprob)
-
-    @staticmethod
-    def _by_id(entry: Mapping[str, Any]) -> str:
-        return f"token_id:{entry['id']}" if "id" in entry else str(entry["token"])
+        return self._named(found.listed, -1 if forced is None else forced, top), found.name, found.logprob
 
     # both
 

@@ -108,12 +108,13 @@ def run(
     windows: Sequence[TokenWindow],
     interpreters: Sequence[Interpreter],
     *,
+    open_: Opened | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[RuntimeRun, ...]:
     """Let each runtime answer the beginnings of documents of `windows`, and hold it against `runner`.
 
-    `runner` runs the same artifact.
+    `runner` runs the same artifact. A runtime in which it is `open_` already is not started again.
 
     Raises:
         DataError: no document has a token to begin with.
@@ -128,9 +129,12 @@ def run(
     for number, interpreter in enumerate(interpreters):
         began, done, prompts, failure = time.perf_counter(), number * len(asked), list[ComparedPrompt](), None
         try:
-            for prompt in _compared(artifact, runner, asked, interpreter, timeout_s):
-                progress(done + len(prompts), total)
-                prompts.append(prompt)
+            with contextlib.ExitStack() as held:
+                other = open_ if open_ is not None and open_.interpreter == interpreter else None
+                other = other or held.enter_context(_started(artifact, runner.config.vocabulary, interpreter))
+                for prompt in _compared(other, runner, asked, timeout_s):
+                    progress(done + len(prompts), total)
+                    prompts.append(prompt)
         except RuntimeFailed as error:
             failure = f"{error}, after {len(prompts)} of {len(asked)} prompts"
         except OSError as error:
@@ -151,9 +155,28 @@ def run(
 class Opened:
     """An artifact in another runtime, which gives its logits."""
 
-    def __init__(self, process: _Process, title: str, vocabulary: int, file: Path) -> None:
-        self._process, self.title = process, title
+    def __init__(self, process: _Process, interpreter: Interpreter, vocabulary: int, file: Path) -> None:
+        self._process, self.interpreter = process, interpreter
         self._vocabulary, self._file = vocabulary, file
+        named = ", ".join(f"{name} {version}" for name, version in interpreter.versions.items() if name != "python")
+        self.title = named or interpreter.runtime
+
+    def answered(
+        self, prompt: Sequence[int], ours: Sequence[int], ends: Sequence[int], timeout_s: float
+    ) -> tuple[list[int], _Logits]:
+        """Give its own greedy answer to a prompt, and its logits in front of each token of `ours`, fp32 [S, V].
+
+        Raises:
+            RuntimeFailed: it ended, was too late, or said what is no answer.
+        """
+        self._process.write(
+            {"prompt": list(prompt), "answer": list(ours), "tokens": TOKENS, "ends": list(ends),
+             "logits": str(self._file)}
+        )  # fmt: skip
+        said = self._process.read(timeout_s)
+        logits = _logits(self._file, len(ours), self._vocabulary)
+        self._file.unlink()
+        return answers.ended(_answer(said, TOKENS, self._vocabulary), ends), logits
 
     def logits(self, ids: Sequence[int], step_tokens: int | None = None) -> _Logits:
         """Give the logits after every token of `ids`, fp32 [S, V], reading at most `step_tokens` a step.
@@ -228,16 +251,22 @@ def opened(artifact: Path, vocabulary: int, interpreter: Interpreter) -> Iterato
     Raises:
         RunFailed: it does not load it.
     """
-    versions = ", ".join(f"{name} {version}" for name, version in interpreter.versions.items() if name != "python")
     try:
-        with (
-            tempfile.TemporaryDirectory(prefix="llmforge-runtime-") as folder,
-            _Process(interpreter.runtime, interpreter.python, artifact / "engine") as process,
-        ):
-            process.read(TIMEOUT_S)  # its versions
-            yield Opened(process, versions or interpreter.runtime, vocabulary, Path(folder) / "logits")
+        with _started(artifact, vocabulary, interpreter) as other:
+            yield other
     except RuntimeFailed as error:
         raise RunFailed(f"{interpreter.runtime}: {error}") from error
+
+
+@contextlib.contextmanager
+def _started(artifact: Path, vocabulary: int, interpreter: Interpreter) -> Iterator[Opened]:
+    """Start a runtime, which loads the artifact; raises RuntimeFailed where it ends at once."""
+    with (
+        tempfile.TemporaryDirectory(prefix="llmforge-runtime-") as folder,
+        _Process(interpreter.runtime, interpreter.python, artifact / "engine") as process,
+    ):
+        process.read(TIMEOUT_S)  # its versions
+        yield Opened(process, interpreter, vocabulary, Path(folder) / "logits")
 
 
 def _greedy(runner: Runner, prompt: Sequence[int]) -> list[int]:
@@ -246,31 +275,17 @@ def _greedy(runner: Runner, prompt: Sequence[int]) -> list[int]:
     return answers.ended((token for token in made if token is not None), runner.config.eos_token_ids)
 
 
-def _compared(
-    artifact: Path, runner: Runner, asked: Sequence[_Asked], interpreter: Interpreter, timeout_s: float
-) -> Iterator[ComparedPrompt]:
+def _compared(other: Opened, runner: Runner, asked: Sequence[_Asked], timeout_s: float) -> Iterator[ComparedPrompt]:
     """Ask another runtime one prompt after the other.
 
     Raises:
         RuntimeFailed: it ended, was too late, or said what is no answer.
     """
-    engine, ends = artifact / "engine", list(runner.config.eos_token_ids)
-    with (
-        tempfile.TemporaryDirectory(prefix="llmforge-runtime-") as folder,
-        _Process(interpreter.runtime, interpreter.python, engine) as process,
-    ):
-        process.read(timeout_s)  # its versions
-        for each in asked:
-            file = Path(folder) / "logits"
-            process.write(
-                {"prompt": each.prompt, "answer": each.answer, "tokens": TOKENS, "ends": ends, "logits": str(file)}
-            )
-            said = process.read(timeout_s)
-            theirs = _logits(file, len(each.answer), runner.config.vocabulary)
-            ours = runner.logits([*each.prompt, *each.answer[:-1]], 1, first_step=len(each.prompt))
-            answer = answers.ended(_answer(said, TOKENS, runner.config.vocabulary), ends)
-            yield _compare(each, answer, ours[len(each.prompt) - 1 :], theirs)
-            file.unlink()
+    ends = list(runner.config.eos_token_ids)
+    for each in asked:
+        answer, theirs = other.answered(each.prompt, each.answer, ends, timeout_s)
+        ours = runner.logits([*each.prompt, *each.answer[:-1]], 1, first_step=len(each.prompt))
+        yield _compare(each, answer, ours[len(each.prompt) - 1 :], theirs)
 
 
 def _compare(asked: _Asked, theirs: list[int], our_logits: _Logits, their_logits: _Logits) -> ComparedPrompt:

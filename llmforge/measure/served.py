@@ -13,11 +13,9 @@ from urllib.parse import quote
 
 from llmforge.base.errors import RunFailed, UnsupportedError
 from llmforge.base.http_server import HttpServer
-from llmforge.measure.completions import Completions, Http
+from llmforge.measure.completions import CLIENTS, FORCE, TOKEN_ID, Completions, Http
 from llmforge.measure.scoring import Likelihood, Pair
 
-CLIENTS = 8  # requests at once
-FORCE = 100.0  # `logit_bias` of the token that is asked for: the largest that OpenAI allows
 CLOSE = 1e-3  # nats; the same prompt read in another batch differs by less
 _TRITON = re.compile(r"(?P<base>.*)/v2/models/(?P<model>[^/]+)")
 
@@ -141,14 +139,12 @@ class OpenAI:
 
     def next_token(self, ids: Sequence[int], forced: int | None) -> Token:
         """Ask for one token."""
-        bias = {} if forced is None else {"logit_bias": {str(forced): FORCE}}
-        choice = self._completions.choice(
-            {"prompt": list(ids), "max_tokens": 1, "logprobs": 1, "ignore_eos": True, **bias}
-        )
         with _reading(self.description):
-            found = choice["logprobs"]
-            (text,), (logprob,), (top,) = found["tokens"], found["token_logprobs"], found["top_logprobs"]
-            return Token(float(logprob), max([logprob, *top.values()]), text=str(text))
+            found = self._completions.next_token(ids, 1, forced)
+        best = max([found.logprob, *(value for _, value in found.listed)])
+        if match := TOKEN_ID.fullmatch(found.name):
+            return Token(found.logprob, best, number=int(match[1]))
+        return Token(found.logprob, best, text=found.name)
 
     def text(self, ids: Sequence[int], tokens: int, until: Sequence[str]) -> str:
         """Ask for greedy text."""

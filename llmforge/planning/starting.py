@@ -10,6 +10,7 @@ from pathlib import Path
 from llmforge.backends import BACKENDS, BackendName, plugin_of
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import CONFIG, find_chat_template, folder_of, names_end, read_settings
+from llmforge.checkpoint.shards import tensor_names
 from llmforge.metrics.units import count, significant, size
 from llmforge.native import library
 from llmforge.planning import choice, config, memory, request, scheme, source, work
@@ -95,8 +96,8 @@ def write(
     grid = source.grid_of(settings, folder) if is_stored else None
     compute = before.plan.scheme.compute
     kernels = library() is not None
-    known = latents, is_stored, grid, kernels
-    there = Deployment(target, BACKENDS[chosen], compute, goal, *known, is_bf16=shape.dtype == "bf16")
+    known = latents, is_stored, grid, kernels, shape.dtype == "bf16", _has_experts(shape, folder_of(folder))
+    there = Deployment(target, BACKENDS[chosen], compute, goal, *known)
     requantizes = is_stored and grid is None and there.on_cpu and kernels
     if requantizes:
         there = replace(there, is_quantized=False)
@@ -124,6 +125,12 @@ def write(
     lines = _Lines(planned, before, proposed, goal, name, given, probed, tried, requantized, has_end, has_template)
     text = "\n".join(lines.written(has_device=has_device, sample_text=sample_text)) + "\n"
     return StartingRecipe(text, planned)
+
+
+def _has_experts(shape: Shape, folder: Path) -> bool:
+    """Say whether there are routed experts; where tensors are there, whether each expert has its own."""
+    names = tensor_names(folder) if any(layer.experts for _, layer in shape.layers) else frozenset()
+    return names is None or any(".experts.0." in name for name in names)
 
 
 def _engine(target: Target, goal: Goal, *, is_stored: bool) -> BackendName:

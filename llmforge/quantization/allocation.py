@@ -15,15 +15,17 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError
 from llmforge.quantization import cpu_layout
-from llmforge.quantization.formats import K_SCALES
-from llmforge.quantization.grid import Grid, Scale, gguf_type
+from llmforge.quantization.formats import K_SCALES, SUPERBLOCK
+from llmforge.quantization.grid import IQ4_NL, IQ4_XS, Q2_K, Grid, Scale, gguf_type
 from llmforge.quantization.trellis import LANES
 
-# Types of GGUF: Q3_K, Q4_K, Q5_K, Q6_K, in rows of whole superblocks; Q4_0, Q4_1, Q5_0, Q5_1, Q8_0.
+# Types of GGUF: Q3_K, Q4_K, Q5_K, Q6_K, in rows of whole superblocks; Q4_0, Q4_1, Q5_0, Q5_1, Q8_0; Q2_K and IQ4_XS in
+# rows of whole superblocks, IQ4_NL in others.
 GGUF = (
     *map(gguf_type, (3, 4, 5, 6)),
     *(Grid(4, 32, True, "fp16"), Grid(4, 32, False, "fp16", minimums=True)),
     *(Grid(5, 32, True, "fp16"), Grid(5, 32, False, "fp16", minimums=True), Grid(8, 32, True, "fp16")),
+    *(Q2_K, IQ4_XS, IQ4_NL),
 )
 # What weights may be given, by the scales that a pass asks for: int8 are for the CPU kernels, which have every width,
 # int6-fp16 for GGUF files.
@@ -92,6 +94,8 @@ def fits(heights: Sequence[int], k: int, grid: Grid) -> bool:
         return False
     if grid.scale in K_SCALES:
         return k % grid.whole == 0
+    if grid.codebook:
+        return k % grid.block_size == 0 and k % SUPERBLOCK != 0
     return grid.portable or (k % grid.block_size == 0 and grid.block_size >= cpu_layout.SMALLEST_BLOCK)
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 BITS: Mapping[str, int] = (
     {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "fp4": 4}
-    | {f"int{bits}": bits for bits in (3, 4, 5, 6, 8)}
-    | {"trellis4": 4}  # quantization.trellis
-    | {"int6-fp16": 6, "int8-fp16": 8}  # scales of GGUF's K types
+    | {f"int{bits}": bits for bits in (2, 3, 4, 5, 6, 8)}
+    | {"trellis4": 4, "iq4": 4}  # quantization.trellis, quantization.codebook
+    | {"int4-fp16": 4, "int6-fp16": 6, "int8-fp16": 8}  # scales of GGUF's K types
 )
 SUPERBLOCK = 256  # input features that share a superscale, 16 bits, where scales are codes
 # Scales that are codes under a superscale: int8 under one in bf16, the others under one in fp16, as their minima are.
-SUPERSCALED = ("int8", "int6-fp16", "int8-fp16")
+SUPERSCALED = ("int8", "int4-fp16", "int6-fp16", "int8-fp16")
 K_SCALES = SUPERSCALED[1:]  # of GGUF's K types, whose rows are whole superblocks
 
 
@@ -143,11 +143,13 @@ NATIVE = tuple(
     for zero_points in (False, True)
     if scale != "bf16" or dtype in ("int4", "int8")  # as servers of others have them
 )
-# Types of GGUF: Q4_0, Q5_0, Q8_0, Q4_1, Q5_1, Q3_K, Q6_K, Q4_K, Q5_K.
+# Types of GGUF: Q4_0, Q5_0, Q8_0, Q4_1, Q5_1, Q3_K, Q6_K, Q4_K, Q5_K, Q2_K, IQ4_NL, IQ4_XS.
 GGUF = (
     *(Format(dtype, 32, "fp16") for dtype in ("int4", "int5", "int8")),
     *(Format(dtype, 32, "fp16", minimums=True) for dtype in ("int4", "int5")),
     *(Format(dtype, 16, scale) for dtype, scale in (("int3", "int6-fp16"), ("int6", "int8-fp16"))),
     *(Format(dtype, 32, "int6-fp16", minimums=True) for dtype in ("int4", "int5")),
+    Format("int2", 16, "int4-fp16", minimums=True),
+    *(Format("iq4", 32, scale) for scale in ("fp16", "int6-fp16")),
 )
 TRELLISES = tuple(Format("trellis4", 2**size, scale) for size in range(4, 17) for scale in ("fp32", "fp16", "int8"))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from llmforge.base import mapped
 from llmforge.native import rounding
-from llmforge.quantization import trellis
+from llmforge.quantization import codebook, trellis
 from llmforge.quantization.formats import K_SCALES, SUPERBLOCK, SUPERSCALED
 from llmforge.quantization.grid import Grid
 
@@ -24,7 +24,6 @@ Float32 = NDArray[np.float32]
 _NOT_FINITE = "the matrix holds NaN or infinity"
 # of the scales to the codes of a trellis: of what asymmetric codes lose of normal numbers, .83, .79, .77, .76 stay
 REFITS = 3
-LARGEST_MINIMUM = 63  # code of a minimum under a superscale, times -1
 CHUNK_BYTES = 1 << 19  # of fp32 weights that are rounded at a time: chunk and temporaries stay in the L2 cache
 
 
@@ -77,7 +76,7 @@ def round_to_nearest(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
         raise ValueError(f"a matrix is needed, this has shape {weight.shape}")
     if grid.minimums:
         return _round_with_minima(weight, grid)
-    if grid.trellis or grid.scale != "fp32" or not rounding.takes(weight):
+    if grid.trellis or grid.codebook or grid.scale != "fp32" or not rounding.takes(weight):
         return _round_in_numpy(weight, grid)
     n, k = weight.shape
     codes = np.empty((n, k), np.uint8)
@@ -118,8 +117,8 @@ def _round_in_numpy(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
         chunk = _padded(weight[part].astype(np.float32), grid)
         require_finite(chunk)
         scales[part], zeros[part] = span(chunk, grid)
-        if grid.trellis:
-            codes[part], scales[part] = _round_by_trellis(chunk, scales[part], k, grid)
+        if grid.trellis or grid.codebook:
+            codes[part], scales[part] = _round_to_levels(chunk, scales[part], k, grid)
             continue
         blocks = chunk.reshape(len(chunk), -1, grid.block_size)
         # `nearest`, without a copy
@@ -132,19 +131,21 @@ def _round_in_numpy(weight: NDArray[Any], grid: Grid) -> QuantizedMatrix:
     return assemble(grid, codes, scales, zeros)
 
 
-def _round_by_trellis(
+def _round_to_levels(
     weight: NDArray[np.float32], scales: NDArray[np.float32], k: int, grid: Grid
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Choose codes [N, k], then the scales that fit them best, and so on, from `scales` [N, blocks]."""
     blocks = weight.reshape(len(weight), -1, grid.block_size)
     for left in reversed(range(REFITS + 1)):
         steps = np.repeat(scales, grid.block_size, axis=1)
-        codes = trellis.nearest(weight / steps, steps * steps)
+        shares = weight / steps
+        codes = codebook.nearest(shares) if grid.codebook else trellis.nearest(shares, steps * steps)
         if left:
-            levels = trellis.decode(codes).reshape(blocks.shape)
+            levels = (codebook if grid.codebook else trellis).decode(codes).reshape(blocks.shape)
             squares = (levels * levels).sum(-1)
             fitted = np.divide((blocks * levels).sum(-1), squares, out=scales.copy(), where=squares > 0)
-            scales = stored(np.where(fitted > 0, fitted, scales), grid)
+            fits = fitted != 0 if grid.codebook else fitted > 0
+            scales = stored(np.where(fits, fitted, scales), grid)
     return codes[:, :k], scales
 
 
@@ -161,8 +162,9 @@ def dequantize(matrix: QuantizedMatrix) -> NDArray[np.float32]:
 
 def _dequantized(matrix: QuantizedMatrix) -> NDArray[np.float32]:
     grid, (_, k) = matrix.grid, matrix.shape
-    if grid.trellis:
-        decoded: NDArray[np.float32] = trellis.decode(matrix.codes) * _spread(matrix.scales, grid, k)
+    if grid.trellis or grid.codebook:
+        levels = (codebook if grid.codebook else trellis).decode(matrix.codes)
+        decoded: NDArray[np.float32] = levels * _spread(matrix.scales, grid, k)
         return decoded
     if matrix.minimums is not None:
         exact = matrix.codes * _spread(matrix.scales, grid, k).astype(np.float64)  # one rounding, as the kernels do it
@@ -284,6 +286,10 @@ def span(weight: NDArray[np.float32], grid: Grid) -> tuple[NDArray[np.float32], 
     if grid.trellis:
         scales = np.abs(blocks).max(-1) / trellis.FULL
         return stored(np.where(scales == 0, trellis.OF_ZEROS, scales), grid), np.zeros_like(scales)
+    if grid.codebook:
+        at = np.abs(blocks).argmax(-1, keepdims=True)
+        scales = np.take_along_axis(blocks, at, -1)[..., 0] / codebook.LEVELS[0]
+        return stored(scales, grid), np.zeros_like(scales)
     of_zeros = np.float32(0 if grid.scale in K_SCALES else 1)  # the scale of a block of zeros, before it is stored
     if grid.symmetric:
         at = np.abs(blocks).argmax(-1, keepdims=True)
@@ -353,14 +359,17 @@ def stored(scales: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
 
 
 def stored_minima(minima: NDArray[np.float32], grid: Grid) -> NDArray[np.float32]:
-    """Round minima [N, blocks] to those that the grid stores; int6-fp16: codes 0 … 63 times -1 and a superscale."""
+    """Round minima [N, blocks] to those that the grid stores; int6-fp16: codes 0 … 63 times -1 and a superscale.
+
+    int4-fp16: codes 0 … 15.
+    """
     if grid.scale == "fp32":
         return minima
     if grid.scale == "fp16":
         return minima.astype(np.float16).astype(np.float32)
     by_super, blocks = _by_superblock(-minima, grid)
-    supers = _superscales(by_super.max(-1, keepdims=True) / np.float32(LARGEST_MINIMUM), grid)
-    codes = np.clip(np.rint(by_super / supers), 0, LARGEST_MINIMUM)
+    supers = _superscales(by_super.max(-1, keepdims=True) / np.float32(grid.largest_minimum), grid)
+    codes = np.clip(np.rint(by_super / supers), 0, grid.largest_minimum)
     return np.ascontiguousarray(-(codes * supers).reshape(len(minima), -1)[:, :blocks], np.float32)
 
 

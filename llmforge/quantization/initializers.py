@@ -13,9 +13,9 @@ from llmforge.base.errors import CheckpointError
 from llmforge.ir import graph
 from llmforge.ir.derived import by_output, computed
 from llmforge.ir.scratch import Scratch
-from llmforge.quantization import cpu_layout
+from llmforge.quantization import codebook, cpu_layout
 from llmforge.quantization.formats import K_SCALES
-from llmforge.quantization.grid import Grid, Scale
+from llmforge.quantization.grid import OF_2_BITS, OF_CODEBOOK, Q2_K, Grid, Scale
 from llmforge.quantization.grids import QuantizedMatrix, pack, stack
 from llmforge.quantization.methods.base import NO_INPUTS, LayerInputs, Method
 
@@ -91,10 +91,23 @@ class LazyMatrix:
 
 
 def readable(matrix: LazyMatrix) -> LazyMatrix:
-    """Return a matrix on a grid that kernels read: scales and minima of K types of GGUF in fp32, which holds them."""
-    if matrix.grid.scale not in K_SCALES:
+    """Return a matrix on a grid that kernels read, which holds the same numbers.
+
+    Scales and minima of K types of GGUF are in fp32; 2 bits are held in 3; levels of a codebook in 8, with a minimum.
+    """
+    own, calculate = matrix.grid, matrix.calculate
+    if own.codebook:
+        grid = OF_CODEBOOK
+
+        def read() -> QuantizedMatrix:
+            made = calculate()
+            lowest = codebook.LOWEST * made.scales
+            return QuantizedMatrix(grid, codebook.as_bytes(made.codes), made.scales, None, lowest)
+
+        return LazyMatrix(read, matrix.n, matrix.k, grid)
+    if own.scale not in K_SCALES:
         return matrix
-    grid, calculate = replace(matrix.grid, scale="fp32"), matrix.calculate
+    grid = OF_2_BITS if own == Q2_K else replace(own, scale="fp32")
     return LazyMatrix(lambda: replace(calculate(), grid=grid), matrix.n, matrix.k, grid)
 
 

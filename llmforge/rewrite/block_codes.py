@@ -16,7 +16,7 @@ from llmforge.ir import graph
 from llmforge.ir.operators import contrib, cpu
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
 from llmforge.quantization import cpu_layout, initializers
-from llmforge.quantization.grid import Grid
+from llmforge.quantization.grid import OF_2_BITS, OF_CODEBOOK, Grid
 from llmforge.quantization.initializers import LazyMatrix, PackedInitializers
 from llmforge.rewrite import cpu_linear, linear
 from llmforge.rewrite.pass_base import Context
@@ -159,7 +159,9 @@ def described(grid: Grid) -> str:
     if grid.minimums:
         kind = "minima"
     scales = "" if grid.scale == "fp32" else f", scales {grid.scale}"
-    return f"{grid.bits} bits, blocks of {grid.block_size}, {kind}{scales}"
+    fewer = {OF_CODEBOOK: 4, OF_2_BITS: 2}.get(grid)  # types of GGUF, as kernels hold them
+    bits = f"{grid.bits} bits" if fewer is None else f"{fewer} bits held in {grid.bits}"
+    return f"{bits}, blocks of {grid.block_size}, {kind}{scales}"
 
 
 def layer_of(matmul: ir.Node) -> linear.LinearLayer | None:

@@ -155,6 +155,15 @@ class QuantizeExpertsTraits(Traits):
     name: ClassVar[str] = "quantize-experts"
     writes_codes: ClassVar[Codes | None] = "experts"
 
+    @classmethod
+    def proposes(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose fp8 beside `quantize-channels`, where servers of others multiply it, for many requests at once.
+
+        For few, `quantize-weights` writes experts as well.
+        """
+        if there.serves_fp8 and there.has_experts and there.goal == "throughput" and not there.is_quantized:
+            yield Proposal("format: fp8, {budget}", UNKNOWN_KLD, reason="experts as the other layers")
+
 
 class QuantizeKvCacheTraits(Traits):
     """Traits of `quantize-kv-cache`."""

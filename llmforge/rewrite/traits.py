@@ -60,6 +60,7 @@ class Deployment:
     stored: Grid | None = None  # on which its codes lie; None: on none that is known here
     own_kernels: bool = False  # llmforge's CPU kernels are compiled
     is_bf16: bool = False  # the checkpoint is in bf16
+    has_experts: bool = False  # … and has routed experts, a tensor for each matrix of each
 
     @property
     def on_cpu(self) -> bool:

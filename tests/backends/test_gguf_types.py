@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmforge
-from llmforge import targets
+from llmforge import native, targets
 from llmforge.backends.engines import exporter
 from llmforge.backends.exported_parameters import KernelBlocks
 from llmforge.backends.gguf import packing
@@ -25,34 +25,38 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.gguf import blocks
 from llmforge.compile import export_proxy
 from llmforge.passes import QuantizeWeights
-from llmforge.quantization import allocation, cpu_layout
+from llmforge.quantization import allocation, codebook, cpu_layout
 from llmforge.quantization.formats import GGUF
 from llmforge.quantization.grid import Grid, gguf_type
 from llmforge.quantization.grids import Float32, QuantizedMatrix, dequantize, round_to_nearest, split, stored
+from llmforge.quantization.initializers import LazyMatrix, arrange, readable
 from llmforge.quantization.methods.gptq import Curvature, gptq
 from llmforge.quantization.methods.importance import columns_of
 from llmforge.quantization.rounding import choose
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context
 
+from ..rewrite.test_cpu_kernels import linear
+
 LOCAL, SPEC = targets.local(), EngineSpec(backend="gguf", max_context=64)
 BY_NAME = {kind.name: kind for kind in blocks.TYPES.values()}
-NAMES = ["Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+NAMES = ["Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "IQ4_XS", "IQ4_NL"]
 GRIDS = dict(zip(NAMES, allocation.GGUF, strict=True))
 K = 512
+WIDTHS = dict.fromkeys(NAMES, K) | {"IQ4_NL": 480}  # of rows that superblocks do not divide
 
 
-def drawn(seed: int, n: int = 40, spread: float = 0.05) -> Float32:
-    weight = (spread * np.random.default_rng(seed).standard_normal((n, K))).astype(np.float32)
-    weight[0, : K // 2] = 0
+def drawn(seed: int, n: int = 40, spread: float = 0.05, k: int = K) -> Float32:
+    weight = (spread * np.random.default_rng(seed).standard_normal((n, k))).astype(np.float32)
+    weight[0, : k // 2] = 0
     weight[1] *= 1e-4
     return weight
 
 
-def moments(seed: int) -> Float32:
+def moments(seed: int, k: int = K) -> Float32:
     generator = np.random.default_rng(seed)
-    mixing = generator.standard_normal((K, K)) * np.arange(1, K + 1)[:, None] ** -0.3
-    inputs = (generator.standard_normal((2048, K)) @ mixing).astype(np.float32)
+    mixing = generator.standard_normal((k, k)) * np.arange(1, k + 1)[:, None] ** -0.3
+    inputs = (generator.standard_normal((2048, k)) @ mixing).astype(np.float32)
     found: Float32 = inputs.T @ inputs
     return found
 
@@ -74,21 +78,22 @@ def read_back(matrix: QuantizedMatrix) -> Float32:
 def test_each_type_is_a_grid_and_takes_its_bits() -> None:
     assert {grid.format for grid in GRIDS.values()} == set(GGUF)
     for name, grid in GRIDS.items():
-        assert packing.type_of(grid, K) == name
+        assert packing.type_of(grid, WIDTHS[name]) == name
+        assert allocation.fits([8], WIDTHS[name], grid)
         assert grid.format.bits_per_number == BY_NAME[name].bits
 
 
 @settings(max_examples=30, deadline=None)
 @given(name=st.sampled_from(NAMES), seed=st.integers(0, 100), spread=st.sampled_from([1e-6, 0.05, 30.0]))
 def test_rounding_to_nearest_is_read_back(name: str, seed: int, spread: float) -> None:
-    matrix = round_to_nearest(drawn(seed, 3, spread), GRIDS[name])
+    matrix = round_to_nearest(drawn(seed, 3, spread, WIDTHS[name]), GRIDS[name])
     assert np.array_equal(read_back(matrix), dequantize(matrix))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_chosen_by_calibration_are_read_back_and_lose_less(name: str) -> None:
     """Measured: .34 to .41 of what rounding to nearest loses."""
-    weight, hessian, grid = drawn(0), moments(1), GRIDS[name]
+    weight, hessian, grid = drawn(0, k=WIDTHS[name]), moments(1, WIDTHS[name]), GRIDS[name]
     generator = np.random.default_rng(2).standard_normal((len(weight), 64)).astype(np.float32)
     curvature = Curvature.of(hessian, 0.01)
     nearest = lost(weight, round_to_nearest(weight, grid), hessian)
@@ -100,9 +105,9 @@ def test_codes_chosen_by_calibration_are_read_back_and_lose_less(name: str) -> N
 
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_chosen_by_mean_and_squares_are_read_back(name: str) -> None:
-    inputs = np.random.default_rng(3).standard_normal((2, K)).astype(np.float32)
+    inputs = np.random.default_rng(3).standard_normal((2, WIDTHS[name])).astype(np.float32)
     columns = columns_of(inputs[0], np.square(inputs[0]) + np.square(inputs[1]))
-    matrix, _ = choose(drawn(4), columns, GRIDS[name], steps=20, sweeps=0)
+    matrix, _ = choose(drawn(4, k=WIDTHS[name]), columns, GRIDS[name], steps=20, sweeps=0)
     assert np.array_equal(read_back(matrix), dequantize(matrix))
 
 
@@ -125,6 +130,44 @@ def test_the_layout_of_the_kernels_is_undone(bits: int, kind: str, scale: Any) -
     again = cpu_layout.read(arranged, *matrix.shape, grid)
     assert np.array_equal(again.codes, matrix.codes)
     assert np.array_equal(dequantize(again), dequantize(matrix))
+
+
+@pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not compiled")
+@pytest.mark.parametrize("name", ["Q2_K", "IQ4_XS", "IQ4_NL"])
+def test_kernels_compute_with_the_numbers_of_a_type_that_they_hold_in_more_bits(name: str) -> None:
+    matrix = round_to_nearest(drawn(7, k=WIDTHS[name]), GRIDS[name])
+    lazy = readable(LazyMatrix(lambda: matrix, *matrix.shape, matrix.grid))
+    held = lazy.calculate()
+    assert held.grid == lazy.grid != matrix.grid
+    assert packing.type_of(held.grid, WIDTHS[name]) == name
+    again = cpu_layout.read(arrange(held), *held.shape, held.grid)
+    assert np.array_equal(packing.pack(again), packing.pack(matrix))
+    x = np.random.default_rng(8).standard_normal((3, WIDTHS[name])).astype(np.float32)
+    wanted = x @ dequantize(matrix).T
+    assert np.abs(linear(held, x, terms=2) - wanted).max() < 1e-3 * np.abs(wanted).max()
+
+
+def test_codes_that_are_no_levels_of_the_codebook_are_refused() -> None:
+    [codes] = codebook.of_bytes(codebook.as_bytes(np.arange(16, dtype=np.uint8)[None]))
+    assert codes.tolist() == list(range(16))
+    for level in (1, 241, 255):
+        with pytest.raises(ValueError, match="no levels of the codebook"):
+            codebook.of_bytes(np.array([[0, level]], np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 2}, "2 bits go with minima, blocks of 16"),
+        ({"bits": 4, "block_size": 32, "scale": "int4-fp16"}, "2 bits go with minima, blocks of 16"),
+        ({"codebook": True, "bits": 5, "scale": "fp16"}, "a codebook has 4 bits"),
+        ({"codebook": True, "symmetric": False, "scale": "fp16"}, "a codebook has 4 bits"),
+        ({"codebook": True, "block_size": 64, "scale": "fp16"}, "a codebook has 4 bits"),
+    ],
+)
+def test_grids_that_no_type_has_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Grid(**{"bits": 4, "block_size": 32, "symmetric": True, **options})
 
 
 def test_int8_scales_are_not_read_back() -> None:
@@ -194,7 +237,7 @@ def test_compressed_tensors_has_no_such_type(sample_checkpoint: Path, sample_gra
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_calibration_keeps_of_a_type_is_read_back_whole(name: str, tmp_path: Path) -> None:
-    matrix = round_to_nearest(drawn(3), GRIDS[name])
+    matrix = round_to_nearest(drawn(3, k=WIDTHS[name]), GRIDS[name])
     with Cache(tmp_path / "layers") as cache:
         kept = Store(cache).save("key", 0, LayerResult({"weight": matrix}, None))
         assert isinstance(kept.linears["weight"], Path)

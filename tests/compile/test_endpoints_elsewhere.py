@@ -26,7 +26,7 @@ from llmforge.compile.endpoints import EndpointQuestion, ServedModel
 from llmforge.gates.endpoint import EndpointJudgement
 from llmforge.metrics.served_quality import ServedQuality
 from llmforge.passes import QuantizeWeights
-from llmforge.recipe import EngineSpec
+from llmforge.recipe import EngineSpec, GateSpec
 from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.trace import trace
 
@@ -105,7 +105,7 @@ def question(url: str, data: Path) -> EndpointQuestion:
     checkpoint = Checkpoint.open(data / "docs-llama-7m")
     return EndpointQuestion(
         ServedModel(HttpServer(url), None), checkpoint, checkpoint, data / "evaluation.jsonl",
-        context=24, tokens=240, answers=2, answer_tokens=8,
+        context=24, tokens=240, answers=2, answer_tokens=8, limits={"kld_mean": GateSpec(max=1.0)},
     )  # fmt: skip
 
 
@@ -122,6 +122,12 @@ def require_within(bounded: ServedQuality, exact: ServedQuality) -> None:
 def judged(asked: EndpointQuestion) -> tuple[EndpointJudgement, ServedQuality]:
     made = endpoints.judge(asked, Silent())
     assert made.quality is not None
+    kld = made.quality.figures["kld_mean"]
+    within = f"{kld.at_least.value:.3g} … {kld.at_most.value:.3g}, {kld.estimate.low} – {kld.estimate.high}"
+    print(
+        f"{made.quality.way}, {made.quality.listed} listed, {made.quality.tokens} tokens: KLD {within}; "
+        f"{made.equal_answers} of {asked.answers} answers are equal; {made.verdict.value}"
+    )
     assert made.latency is not None
     assert made.latency.completed == asked.answers
     return made, made.quality

@@ -258,6 +258,25 @@ def test_a_server_is_asked_for_whole_prompts_or_token_by_token(echo: bool) -> No
     assert len(asked) == (4 if echo else 1 + 2 + 6)  # with one to try what the server can
 
 
+def test_log_probabilities_are_read_in_the_shape_of_llama_cpps_server() -> None:
+    """It names tokens by their ids, and tells nothing of prompts."""
+
+    def answer(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        status, said = completion(body, echo=False)
+        if "error" in said:
+            return status, said
+        [choice] = said["choices"]
+        (name,), (logprob,), (top,) = (choice["logprobs"][key] for key in ("tokens", "token_logprobs", "top_logprobs"))
+        ids = {decode([token]): token for token in range(10)}
+        told = [{"id": ids[each], "token": each, "logprob": value} for each, value in top.items()]
+        content = {"id": ids[name], "token": name, "logprob": logprob, "top_logprobs": told}
+        return status, {"choices": [{**choice, "logprobs": {"content": [content]}}]}
+
+    with Fake(answer) as url:
+        found = ServedSide(connect(HttpServer(url), "m"), 64, decode).score(PAIRS)
+    assert found == [(pytest.approx(value), greedy) for value, greedy in map(truth, PAIRS)]
+
+
 def test_a_server_whose_log_probabilities_count_the_bias_is_refused() -> None:
     with (
         Fake(lambda path, body: completion(body, echo=False, biased=True)) as url,

@@ -161,6 +161,21 @@ def test_for_many_requests_on_a_hopper_gpu_a_checkpoint_for_vllm_is_proposed(tmp
     assert start(tmp_path, "l4", "throughput", "llama-3.1-8b").engine.backend == "tensorrt"
 
 
+@pytest.mark.parametrize(("names", "wanted"), [(None, True), ("mlp.experts.0.up_proj", True), ("mlp.experts", False)])
+def test_experts_are_written_in_fp8_where_each_has_its_own_tensors(
+    names: str | None, wanted: bool, tmp_path: Path
+) -> None:
+    if names is not None:
+        (tmp_path / "qwen3-30b-a3b").mkdir()
+        index = {"weight_map": {f"model.layers.0.{names}.weight": "model-00001.safetensors"}}
+        (tmp_path / "qwen3-30b-a3b" / "model.safetensors.index.json").write_text(json.dumps(index))
+    many = start(tmp_path, "h200", "throughput", "qwen3-30b-a3b")
+    assert many.engine.backend == "compressed-tensors"
+    assert [step.name for step in many.passes] == ["quantize-channels", *["quantize-experts"] * wanted]
+    if wanted:
+        assert options(many, "quantize-experts")["format"] == "fp8"
+
+
 def test_batches_fit(tmp_path: Path) -> None:
     recipe = start(tmp_path, "l4", "throughput", "llama-3.1-8b")
     assert 1 <= recipe.engine.max_batch < 64

@@ -13,8 +13,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.quantization import codebook
 from llmforge.quantization.formats import SUPERBLOCK
-from llmforge.quantization.grid import Grid, Scale
+from llmforge.quantization.grid import IQ4_XS, OF_2_BITS, OF_CODEBOOK, Q2_K, Grid, Scale
 from llmforge.quantization.grids import QuantizedMatrix, split
 
 Bytes = NDArray[np.uint8]
@@ -29,6 +30,7 @@ _FP16: Mapping[tuple[int, int, bool], str] = {
     (5, BLOCK, True): "Q5_1",
 }
 _SUPERSCALED: Mapping[tuple[int, int, bool], tuple[str, Scale]] = {
+    (2, 16, True): ("Q2_K", "int4-fp16"),
     (3, 16, False): ("Q3_K", "int6-fp16"),
     (4, BLOCK, True): ("Q4_K", "int6-fp16"),
     (5, BLOCK, True): ("Q5_K", "int6-fp16"),
@@ -40,6 +42,11 @@ def type_of(grid: Grid, k: int) -> str | None:
     """Name ggml's type that holds rows of `k` on `grid`; None: none does."""
     if grid.zero_points or grid.trellis:
         return None
+    if grid == OF_CODEBOOK or grid.codebook:  # of rows of whole superblocks the one, of others the other
+        iq4, own = ("IQ4_NL", "fp16") if k % SUPERBLOCK else ("IQ4_XS", "int6-fp16")
+        return iq4 if grid.scale in ("fp32", own) and k % BLOCK == 0 else None
+    if grid == OF_2_BITS:
+        grid = Q2_K
     if grid.scale == "fp16" and grid.block_size % BLOCK == 0 and k % grid.block_size == 0:
         return _FP16.get((grid.bits, BLOCK, grid.minimums))
     name, scale = _SUPERSCALED.get((grid.bits, grid.block_size, grid.minimums), (None, None))
@@ -55,6 +62,8 @@ def pack(matrix: QuantizedMatrix) -> Bytes:
     n, k = matrix.shape
     kind = type_of(matrix.grid, k)
     assert kind is not None
+    if kind.startswith("IQ4"):
+        return _of_codebook(matrix, kind).reshape(n, -1)
     if kind.endswith("_K"):
         return _superblocks(matrix, kind).reshape(n, -1)
     codes = matrix.codes.reshape(-1, BLOCK)
@@ -70,9 +79,23 @@ def pack(matrix: QuantizedMatrix) -> Bytes:
     return np.concatenate(parts, axis=1).reshape(n, -1)
 
 
+def _of_codebook(matrix: QuantizedMatrix, kind: str) -> Bytes:
+    """Lay out blocks of IQ4_NL, or superblocks of IQ4_XS: uint8 [blocks, bytes]."""
+    codes = matrix.codes if matrix.grid.codebook else codebook.of_bytes(matrix.codes)
+    nibbles = _merged(codes.reshape(-1, BLOCK) & np.uint8(15), 16, (0, 4))
+    if kind == "IQ4_NL":
+        return np.concatenate([_halves(matrix.scales.reshape(-1)), nibbles], axis=1)
+    found, supers = split(matrix.scales, IQ4_XS)
+    six = (found.reshape(-1, SUPERBLOCK // BLOCK) + np.int8(32)).view(np.uint8)
+    high = np.bitwise_or.reduce((six >> np.uint8(4)).astype(np.uint16) << np.arange(0, 16, 2, dtype=np.uint16), axis=1)
+    low = _merged(six & np.uint8(15), 1, (0, 4))
+    d = supers.reshape(-1, 1).view(np.uint8)
+    return np.concatenate([d, high.reshape(-1, 1).view(np.uint8), low, nibbles.reshape(len(d), -1)], axis=1)
+
+
 def _superblocks(matrix: QuantizedMatrix, kind: str) -> Bytes:
     """Lay out the superblocks of a K type: uint8 [superblocks, bytes]."""
-    grid, codes = matrix.grid, matrix.codes.reshape(-1, SUPERBLOCK)
+    grid, codes = Q2_K if matrix.grid == OF_2_BITS else matrix.grid, matrix.codes.reshape(-1, SUPERBLOCK)
     _, scale = _SUPERSCALED[grid.bits, grid.block_size, grid.minimums]
     stored = replace(grid, scale=scale)
     found, supers = split(matrix.scales, stored)
@@ -89,6 +112,9 @@ def _superblocks(matrix: QuantizedMatrix, kind: str) -> Bytes:
     assert matrix.minimums is not None
     below, lowers = split(-matrix.minimums, stored)
     both = scales.view(np.uint8), below.reshape(len(codes), -1).view(np.uint8)
+    if kind == "Q2_K":
+        nibbles, pairs = both[0] | both[1] << np.uint8(4), _merged(codes, 32, (0, 2, 4, 6))
+        return np.concatenate([nibbles, pairs, d, lowers.reshape(-1, 1).view(np.uint8)], axis=1)
     parts = [d, lowers.reshape(-1, 1).view(np.uint8), _six_bit_scales(*both)]
     if kind == "Q5_K":
         parts.append(_merged(codes >> np.uint8(4), 32, range(8)))

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.quantization import codebook
+
 Bytes = NDArray[np.uint8]
 Float32 = NDArray[np.float32]
 
 _SUPERBLOCK = 256
-IQ4_LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
+IQ4_LEVELS = codebook.LEVELS.astype(np.int8)
 _CHUNK_BYTES = 1 << 20  # of blocks that are dequantized at a time
 
 

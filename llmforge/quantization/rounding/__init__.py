@@ -20,12 +20,12 @@ from llmforge.quantization.formats import SUPERBLOCK
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, QuantizedMatrix, assemble
 
-VERSION = 6  # of the functions and their arguments, as rounding.c says it
+VERSION = 7  # of the functions and their arguments, as rounding.c says it
 TILE = 32  # rows that are rounded side by side (rounding.h)
 # as rounding.h counts them
-_STORAGE = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3, "int6-fp16": 4, "int8-fp16": 5}
+_STORAGE = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3, "int6-fp16": 4, "int8-fp16": 5, "int4-fp16": 6}
 _INTEGERS = ("n", "k", "block", "superblock")
-_NUMBERS = ("bits", "symmetric", "storage", "steps", "sweeps", "held", "trellis", "minima")
+_NUMBERS = ("bits", "symmetric", "storage", "steps", "sweeps", "held", "trellis", "minima", "codebook")
 _ARRAYS = (
     *("target", "order", "hessian", "lower", "mean", "feedback"),
     *("weight", "codes", "scales", "zeros", "minimums", "errors"),
@@ -63,8 +63,8 @@ def _library() -> ctypes.CDLL:
 
 
 def _zero(grid: Grid) -> int:
-    """Return the zero point of codes that have none of their own; of a trellis, levels are mirrored around 0."""
-    return 0 if grid.trellis else grid.middle
+    """Return the zero point of codes that have none of their own; levels of a trellis or codebook are as they are."""
+    return 0 if grid.trellis or grid.codebook else grid.middle
 
 
 class OrderedColumns(NamedTuple):
@@ -145,14 +145,8 @@ def choose(
     assert arrays["hessian"].shape == arrays["lower"].shape == square
     assert arrays["mean"].shape == arrays["feedback"].shape == channels
     numbers = (
-        grid.bits,
-        grid.symmetric,
-        _STORAGE[grid.scale],
-        steps,
-        sweeps,
-        start is not None,
-        grid.trellis,
-        grid.minimums,
+        *(grid.bits, grid.symmetric, _STORAGE[grid.scale], steps, sweeps, start is not None),
+        *(grid.trellis, grid.minimums, grid.codebook),
     )
     places = {name: array.ctypes.data if array.size else None for name, array in arrays.items()}
     job = _RoundingJob(n, k, grid.block_size, SUPERBLOCK, *numbers, *(places[name] for name in _ARRAYS))

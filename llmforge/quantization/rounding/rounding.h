@@ -9,9 +9,10 @@
 #define BATCH 64 /* columns whose updates of the others are applied at once, as one matrix product */
 
 /* How scales are stored: from INT8 on as codes, INT8 under a bf16 superscale, INT6_FP16 and INT8_FP16 under one in fp16, as
- * minima are, always in 6 bits. UNSTORED: as they are found, before there are superscales. */
+ * minima are, in 6 bits, INT4_FP16 and its minima in 4. UNSTORED: as they are found, before there are superscales. */
 enum {
-    SCALE_UNSTORED = -1, SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_BF16 = 2, SCALE_INT8 = 3, SCALE_INT6_FP16 = 4, SCALE_INT8_FP16 = 5
+    SCALE_UNSTORED = -1, SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_BF16 = 2, SCALE_INT8 = 3, SCALE_INT6_FP16 = 4, SCALE_INT8_FP16 = 5,
+    SCALE_INT4_FP16 = 6
 };
 
 /* A weight [n, k] and what is known of its inputs. `order` is the order in which columns are rounded; H and its factor
@@ -19,8 +20,9 @@ enum {
  * back by the mean alone, and there are no sweeps. */
 typedef struct Rounding {
     int64_t n, k, block, superblock; /* columns that share a scale, and a superscale */
-    /* held: scales and zeros, or minima, say the grid to begin with; minima: value = code·scale + minimum, no zero points */
-    int32_t bits, symmetric, storage, steps, sweeps, held, trellis, minima;
+    /* held: scales and zeros, or minima, say the grid to begin with; minima: value = code·scale + minimum, no zero points;
+     * codebook: a code stands for a level (quantization/codebook.py) */
+    int32_t bits, symmetric, storage, steps, sweeps, held, trellis, minima, codebook;
     const float *target;   /* [n, k]: what is to be matched */
     const int32_t *order;  /* [k] */
     const float *hessian;  /* [k, k], or NULL */
