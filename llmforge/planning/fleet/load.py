@@ -201,4 +201,3 @@ class RecordedLoad:
         for replica, request in zip(chosen, self.requests, strict=True):
             sent.setdefault(replica, []).append(request)
         return [sent[replica] for replica in sorted(sent)]
-

@@ -20,7 +20,8 @@ def table(answers: Sequence[FleetPlan | Refused]) -> RenderableType:
     """Set fleets side by side, one line a kind of device, and say below what they rest on."""
     planned = [each for each in answers if isinstance(each, FleetPlan)]
     goal = planned[0].goal
-    shown, times = _table("target", "devices", "replicas", "slots of each", "req/s of each", "$/h"), _times_table(goal.percentile)
+    shown = _table("target", "devices", "replicas", "slots of each", "req/s of each", "$/h")
+    times = _times_table(goal.percentile)
     refusals = []
     for each in answers:
         if isinstance(each, Refused):

@@ -43,6 +43,7 @@ class VirtualClock:
     now: float = 0.0
 
     def __call__(self) -> float:
+        """Tell the time."""
         return self.now
 
 

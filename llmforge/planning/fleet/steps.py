@@ -123,7 +123,7 @@ _MEASURE = "build with `validation: {latency: {prompt_tokens: [32, 512], output_
 
 
 def _fit_decode(points: Sequence[LatencyPoint]) -> tuple[dict[int, float], float]:
-    """Fit seconds = a(rows) + b · tokens in all caches, b ≥ 0, to all decode steps, by least squares of relative errors.
+    """Fit seconds = a(rows) + b · tokens in all caches, b ≥ 0, to decode steps, by least squares of relative errors.
 
     Steps are means over repetitions: so is the TPOT of an answer, which waits for the slow ones, too.
     """
