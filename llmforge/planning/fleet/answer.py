@@ -8,7 +8,8 @@ from pathlib import Path
 
 from llmforge import targets
 from llmforge.artifact import Artifact
-from llmforge.base.errors import ForgeError, UnsupportedError, UsageError
+from llmforge.backends import PROVIDERS
+from llmforge.base.errors import ForgeError, InputError, UnsupportedError, UsageError
 from llmforge.gates import records
 from llmforge.metrics.serving import Objective
 from llmforge.metrics.units import count
@@ -219,6 +220,8 @@ def of_artifact(
     opened = Artifact.open(folder)
     record, config = records.read(opened), RuntimeConfig.read(folder / "engine" / FILE)
     name = f"{opened.manifest.name} {opened.manifest.version}"
+    if config.encoder is not None:
+        raise InputError(f"{name} is an embedder or a reranker; a fleet is planned for what generates tokens")
     latency = record.latency
     if latency is None:
         raise UsageError(
@@ -235,21 +238,19 @@ def of_artifact(
         raise UsageError(f"a request has {count(load.longest)} tokens, and the context of {name} {count(limit)}")
     if (asked.slots or 1) > config.max_batch:
         raise UsageError(f"{name} runs {config.max_batch} requests at once, not {asked.slots}")
-    engine = SimulatedEngine(
-        steps=MeasuredSteps.of(latency.points, name),
-        slots=1,
-        max_context=limit,
-        kv_bytes_per_token=max(1, latency.footprint.kv_bytes_per_token),
-        prefix_cache_bytes=EngineOptions.prefix_cache_bytes if asked.trace is not None else 0,
-    )
+    engine = _engine_of(config, MeasuredSteps.of(latency.points, name), latency.footprint.kv_bytes_per_token)
+    if asked.trace is not None:
+        engine = replace(engine, prefix_cache_bytes=EngineOptions.prefix_cache_bytes)
     size = smallest(load, asked.goal, engine, [asked.slots or config.max_batch], tell)
     price, source = _price(opened.manifest.target, usd_per_hour)
     notes = [f"a replica is a machine as the one that timed the artifact: {record.machine.cpu}"]
+    if config.speculation is not None:
+        notes.append("drafts of tokens are not simulated")
     return FleetPlan(
         model=name,
         target=opened.manifest.target,
         backend=config.provider,
-        ranks=1,
+        ranks=config.ranks,
         load=load,
         goal=asked.goal,
         engine=engine,
@@ -258,6 +259,24 @@ def of_artifact(
         price_source=source,
         notes=tuple(notes),
     )
+
+
+def _engine_of(config: RuntimeConfig, steps: MeasuredSteps, kv_bytes_per_token: int) -> SimulatedEngine:
+    """Make what serves an artifact; the search sets its slots."""
+    engine = SimulatedEngine(
+        steps=steps,
+        slots=1,
+        max_context=config.max_context,
+        kv_bytes_per_token=max(1, kv_bytes_per_token),
+        keeps_state=not config.caches,
+        buckets=config.buckets,
+    )
+    paged = PROVIDERS[config.provider].paged
+    if config.kv_blocks is None or paged is None:
+        return engine
+    int8 = config.caches[0].dtype == "int8"
+    tokens = paged.block_tokens(config.caches[0].head_dim, int8=int8)
+    return replace(engine, blocks=config.kv_blocks, block_tokens=tokens, reads_prompts_alone=int8)
 
 
 def _price(target: str, given: float | None) -> tuple[float | None, str]:

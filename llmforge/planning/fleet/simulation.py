@@ -64,6 +64,7 @@ class SimulatedEngine:
     prefix_cache_bytes: int = 0
     keeps_state: bool = False  # layers have a state: no prompt begins with what was computed for others
     reads_prompts_alone: bool = False  # of blocks in int8
+    buckets: tuple[int, ...] = ()  # rows that decode steps over slots are padded to
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,7 @@ class SimulatedDecoder(Decoder[SimulatedRows]):
             declared_rows=None,
         )
         self.reads_prompts_alone = engine.reads_prompts_alone
+        self.buckets = engine.buckets
 
     def allocate(self, batch: int, capacity: int) -> SimulatedRows:
         """Make a cache, of blocks if the engine has some."""
