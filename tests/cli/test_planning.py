@@ -589,7 +589,7 @@ RUNTIME = RuntimeConfig(
     eos_token_ids=(5,),
     bos_token_id=None,
     caches=(CacheInput("past_key_values.0.key", "float32", 4, 32),),
-    session=SessionOptions({}),
+    session=SessionOptions(threads=None, optimize=True, entries={}),
 )
 
 
