@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from llmforge.targets import Target
 
 _DTYPES = get_args(Dtype)
-ARTIFACT_FILE = "manifest.json"  # that every artifact has
+_MANIFEST = "manifest.json"  # that every artifact has
 
 
 _EXAMPLES = """\b
@@ -179,9 +179,11 @@ def plan(
         output.check_file(plot, *plots.SUFFIXES)
     if not fleet.asked:
         require_given("--rate or --trace", "slo", "variation", "percentile", "seed")
-    elif plot is not None:
-        refuse_given("--rate and --trace", "plot")
-    if fleet.asked and (what / ARTIFACT_FILE).is_file():
+    else:
+        refuse_given("--rate and --trace", "plot", "calibration_workers")
+    if (what / _MANIFEST).is_file():
+        if not fleet.asked:
+            raise UsageError(f"{what} is an artifact", hint="plan its recipe or checkpoint, or give --rate and --slo")
         _size_artifact(what, fleet, as_json, asked)
         return
     snapshot = on_hub(what, revision)

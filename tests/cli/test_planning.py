@@ -551,6 +551,22 @@ def test_two_devices_of_a_replica_count_twice(llama: Path, few: None) -> None:
     assert found["usd_per_hour"] == pytest.approx(8)  # twice the target's price
 
 
+def test_a_recipe_says_slots_and_context(machine: Path, few: None) -> None:
+    recipe = ROOT / "recipes" / "quickstart.yaml"
+    found = facts(recipe, "--target", machine, "--rate", "2/s", *SLO, "--prompt", "64", "--output", "8")
+    assert (found["slots"], found["max_context"], found["blocks"]) == (8, 1024, None)
+    assert found["usd_per_hour"] is None
+    assert "measured figures" in found["steps"]
+
+
+def test_engines_over_blocks_share_what_memory_is_left(llama: Path, few: None) -> None:
+    asked = (llama, "--target", "h200", "--output", "4", "--rate", "1/s", *SLO)
+    over_blocks, over_slots = facts(*asked, "--engine", "onnxruntime"), facts(*asked)
+    assert over_slots["blocks"] is None
+    tokens = 141e9 / 131_072  # of the KV cache that the whole device would hold, 128 KiB each
+    assert 0.7 * tokens < over_blocks["block_tokens"] * over_blocks["blocks"] < tokens
+
+
 def test_several_targets_are_sized_side_by_side(llama: Path, few: None) -> None:
     found = facts(llama, "--target", "h200", "--target", "t4", "--output", "4", "--rate", "1/s", *SLO)
     assert found[0]["devices"] == 1
@@ -565,6 +581,7 @@ def test_several_targets_are_sized_side_by_side(llama: Path, few: None) -> None:
         (("--rate", "50/s", "--slo", "ttft=5"), "objective 'ttft=5'"),
         (("--rate", "50/s", "--slo", "ttft=1ms"), "one request alone is too slow: p95 of TTFT is"),
         (("--rate", "1/s", *SLO, "--plot", "a.svg"), "--plot cannot be used with --rate and --trace"),
+        (("--rate", "1/s", *SLO, "--calibration-workers", "2"), "--calibration-workers cannot be used with --rate"),
         (("--rate", "1/s", *SLO, "--batch", "100000"), "does not fit h200 with 100,000 slots"),
         (("--rate", "1/s", *SLO, "--weights", "bf16", "--context", "999999"), "exceed the context"),
         (SLO, "--slo requires --rate or --trace"),
@@ -619,6 +636,13 @@ def test_what_an_artifact_has_is_not_asked_for(tmp_path: Path, options: tuple[st
     result = invoke(artifact(tmp_path), "--rate", "1/s", *SLO, *options)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+def test_an_artifact_is_planned_for_a_rate_alone(tmp_path: Path) -> None:
+    result = invoke(artifact(tmp_path))
+    assert result.exit_code == 2
+    assert "is an artifact" in result.stderr
+    assert "--rate" in result.stderr
 
 
 def test_an_artifact_without_latency_is_refused(tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def data(plan: FleetPlan | Refused) -> dict[str, Any]:
         "slots": size.slots,
         "max_context": plan.engine.max_context,
         "blocks": plan.engine.blocks,
+        "block_tokens": None if plan.engine.blocks is None else plan.engine.block_tokens,
         "rate_of_a_replica": plan.load.rate / size.replicas,
         "running_of_a_replica": size.running,
         "predicted": {

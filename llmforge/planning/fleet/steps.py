@@ -36,8 +36,8 @@ class RooflineSteps:
     @property
     def basis(self) -> str:
         """What the prediction rests on, as text."""
-        measured = "measured here" if self.placed.target.kind == "cpu" else "of its data sheet, unverified"
-        return f"predicted by the roofline of {self.placed.target.name}, with figures {measured}"
+        figures = "measured figures" if self.placed.target.kind == "cpu" else "figures of data sheets, unverified"
+        return f"predicted by the roofline of {self.placed.target.name}, with {figures}"
 
     def seconds(self, tokens: Sequence[int], pasts: Sequence[int]) -> float:
         """Time a step that runs `tokens[b]` tokens of text `b` after `pasts[b]` in its cache."""
