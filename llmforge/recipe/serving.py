@@ -100,6 +100,12 @@ class ServingSpec(Section):
             return given
         return SpeculationSpec(method="prompt-lookup") if given == "prompt-lookup" else None
 
+    def of_language_models(self) -> list[str]:
+        """Name the options that are set and that embedders and rerankers do not have."""
+        return [
+            name for name in ("step_tokens", "prefix_cache_bytes", "speculation") if getattr(self, name) is not None
+        ]
+
     @classmethod
     def published(cls, recipe: Mapping[str, Any], where: str) -> ServingSpec:
         """Read the section of a resolved recipe that stands in an artifact; `where` names that.
