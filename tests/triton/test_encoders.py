@@ -151,7 +151,7 @@ class TestServer:
         np.testing.assert_allclose(alone["outputs"]["embedding"], expected[1:2], atol=2e-6)
         np.testing.assert_allclose(of_ids["outputs"]["embedding"], expected[:1], atol=2e-6)
         assert "query" in embedder.encoder.config.prompts
-        np.testing.assert_allclose(query["outputs"]["embedding"], embedder.embed([QUERY], "query"), atol=2e-6)
+        np.testing.assert_allclose(query["outputs"]["embedding"], embedder.embed([QUERY], prompt_name="query"), atol=2e-6)
         np.testing.assert_allclose(few["outputs"]["embedding"], embedder.embed([QUERY], dimensions=32), atol=2e-6)
         assert "the model reads at most" in bad["error"]
         assert "error" in none

@@ -18,17 +18,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llmforge.base.errors import UnsupportedError
+from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint, Encoding
+from llmforge.ir import dialect, interface
 from llmforge.ir import graph as g
-from llmforge.ir import interface
 from llmforge.ir.operators import canonical, standard
 from llmforge.trace.canonicalize import simplification, token_axes, tokenwise
 from llmforge.trace.canonicalize.rewriting import insert
-from llmforge.trace.export import capture, pattern, skeleton, weights
+from llmforge.trace.export import capture, fallback, pattern, skeleton, weights
 from llmforge.trace.export.pattern import Irregular
 from llmforge.trace.hooks import experts, internals, rotary
 from llmforge.trace.hooks.encoder_attention import EncoderAttentionHook
+from llmforge.trace.hooks.own_encoder import OwnEncoderAttention
 from llmforge.trace.hooks.symbolic import emit
 
 SEQUENCES = 3  # of the example inputs
@@ -91,7 +92,7 @@ class TracedEncoder(nn.Module):
         given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         given |= {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         taken = inspect.signature(base.forward).parameters
-        with self._attention.uniform, _positions(base, position_ids):
+        with self._attention.watching(position_ids), _positions(base, position_ids):
             given["attention_mask"] = torch.ones_like(input_ids)  # else positions are looked at for several sequences
             given = {name: value for name, value in given.items() if name in taken}
             output = base(**given)
@@ -200,11 +201,38 @@ def reads_token_types(model: nn.Module) -> bool:
 def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
     """Trace the encoder of `checkpoint`, and attach its weights.
 
+    Where its attention cannot be substituted, the model's own is traced, and the metadata `interface.FALLBACK` of the
+    graph says why.
+
     Raises:
         CheckpointError: a parameter has no tensor, or one of another shape.
         UnsupportedError: it cannot be traced.
     """
-    attention = EncoderAttentionHook(checkpoint.geometry.context or UNBOUNDED)
+    try:
+        return _checked(_traced(checkpoint, encoding, EncoderAttentionHook))
+    except (UnsupportedError, VerificationError) as error:
+        reason = error
+    try:
+        fallback.refuse_unprovable(checkpoint)
+        graph = _traced(checkpoint, encoding, OwnEncoderAttention)
+        graph.metadata_props[interface.FALLBACK] = reason.message
+        return _checked(graph)
+    except (UnsupportedError, VerificationError) as error:
+        if error.message == reason.message:
+            raise reason from error
+        raise UnsupportedError(
+            f"{reason.message}; tracing the attention from its own code failed too: {error.message}", hint=reason.hint
+        ) from error
+
+
+def _checked(graph: ir.Model) -> ir.Model:
+    dialect.check(graph)
+    return graph
+
+
+def _traced(checkpoint: Checkpoint, encoding: Encoding, hook: type[EncoderAttentionHook]) -> ir.Model:
+    """Trace with this hook of attention, and attach the weights."""
+    attention = hook(checkpoint.geometry.context or UNBOUNDED)
     with (
         internals.torch_threads(1),
         attention.registered(),
@@ -221,6 +249,21 @@ def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
             with mode:
                 traced.run(*_inputs(traced), learns=True)
             graph = capture.translate(_export(traced), traced.inputs, [_output(encoding)])
+    bound = checkpoint.geometry.context
+    if isinstance(attention, OwnEncoderAttention):
+        simplification.canonicalize(graph, weights={capture.MODEL + name for name in model.state_dict()})
+        bound = attention.positions if attention.reads_distances else bound
+    else:
+        _canonicalize(graph)
+    weights.attach(graph, capture.MODEL, model, checkpoint, sources)
+    pattern.record(graph, Irregular("layers of encoders are all traced"))
+    if (tokens := longest(model, bound)) is not None:
+        interface.record_limit(graph, interface.TextLimit(tokens, "its positions end there"))
+    return graph
+
+
+def _canonicalize(graph: ir.Model) -> None:
+    """Bring a raw graph whose attention was substituted to the dialect."""
     simplification.canonicalize(graph)
     for product in standard.Gemm.all(graph):
         token_axes.multiply(product)
@@ -229,11 +272,6 @@ def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
     g.drop_unused(graph)
     simplification.name_nodes(graph)
     tokenwise.check(graph)
-    weights.attach(graph, capture.MODEL, model, checkpoint, sources)
-    pattern.record(graph, Irregular("layers of encoders are all traced"))
-    if (tokens := longest(model, checkpoint.geometry.context)) is not None:
-        interface.record_limit(graph, interface.TextLimit(tokens, "its positions end there"))
-    return graph
 
 
 def _turn_alone(graph: ir.Model, layer: standard.RotaryEmbedding) -> None:
