@@ -49,7 +49,18 @@ PADDED = (0, 1, 2, 6)  # of them, one batch of transformers
 # Encoders that transformers maps to causal language models, and to none of the others.
 CAUSAL = {"bert-generation", "cpmant", "openai-gpt", "xlnet"}
 # Configurations of their own, where the general rules of `shrink` make something that is no model.
-OVERRIDES: dict[str, dict[str, Any]] = {}
+OVERRIDES: dict[str, dict[str, Any]] = {
+    # As published checkpoints have it: biases by distance, of contents and of places, in buckets by logarithms.
+    "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 32},
+    "deberta-v2": {
+        "relative_attention": True,
+        "pos_att_type": ["c2p", "p2c"],
+        "share_att_key": True,
+        "position_buckets": 8,
+        "norm_rel_ebd": "layer_norm",
+        "position_biased_input": False,
+    },
+}
 
 
 @dataclass
@@ -194,8 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     records: dict[str, run.Record] = json.loads(options.out.read_text()) if options.out.exists() else {}
-    only = options.only.split(",") if options.only else []
-    chosen = [name for name in roles() if ({name, name.partition("@")[0]} & set(only) if only else name not in records)]
+    chosen = [name for name in roles() if name not in records]
+    if options.only:
+        chosen = [name for each in options.only.split(",") for name in roles() if each in (name, name.partition("@")[0])]
     for record in run.sweep(chosen, options.jobs, job):
         records[record["model_type"]] = record
         print(f"{record['model_type']:36} {record['outcome']:20} {record['reason'][:140]}", file=sys.stderr)

@@ -186,7 +186,7 @@ class TestServer:
         np.testing.assert_allclose([output["data"]], expected, atol=2e-6)
         config = server.request("/v2/models/docs-embedder/config").json
         assert config["dynamic_batching"]["default_queue_policy"]["max_queue_size"] == 400
-        assert config["dynamic_batching"]["default_queue_policy"]["default_timeout_microseconds"] == "60000000"
+        assert config["dynamic_batching"]["default_queue_policy"]["default_timeout_microseconds"] == 60_000_000
 
     def test_files(self, artifacts: dict[str, Artifact], tmp_path: Path) -> None:
         opened = artifacts["embedder"]
