@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -115,6 +115,8 @@ def plan(what: Path, revision: str | None, plot: Path | None, as_json: bool, **a
         output.check_file(plot, *plots.SUFFIXES)
     snapshot = on_hub(what, revision)
     what = what if snapshot is None else snapshot.folder
+    if _plan_encoder(what, asked, plot, as_json):
+        return
     wanted = record(Storage, asked)
     planned = request.answer(what, record(request.PlanRequest, asked, wanted=wanted), measured_here)
     if plot is not None:
@@ -127,6 +129,30 @@ def plan(what: Path, revision: str | None, plot: Path | None, as_json: bool, **a
         output.write(render.comparison(planned) if others or not isinstance(last, Planned) else render.details(last))
     if plot is not None:
         output.write_lines(str(plot), err=as_json)
+
+
+def _plan_encoder(what: Path, asked: Mapping[str, Any], plot: Path | None, as_json: bool) -> bool:
+    """Plan what embeds or scores; False: it is a language model.
+
+    Raises:
+        UsageError: an option is for language models.
+    """
+    from llmforge.planning import encoder_plan
+
+    folder, recipe, encoding = encoder_plan.encoding_at(what)
+    if encoding is None:
+        return False
+    others = [name for name, value in asked.items() if name != "targets" and value is not None]
+    if others or plot is not None:
+        raise UsageError(
+            f"{encoding.title} is planned by --target alone; --{(others or ['plot'])[0]} is for language models"
+        )
+    made = encoder_plan.answer(folder, encoding, recipe, asked["targets"], measured_here)
+    if as_json:
+        output.write_json(encoder_plan.data(made))
+    else:
+        output.write(encoder_plan.details(made))
+    return True
 
 
 def show(recipe: Path) -> None:
