@@ -23,7 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
+    PretrainedConfig,
+)
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -106,14 +112,21 @@ def write(model_type: str, role: str, folder: Path) -> None:
     """Write a tiny checkpoint of random weights, as transformers saves it, with a byte tokenizer."""
     torch.manual_seed(0)
     settings = shrink.config(model_type, changes=OVERRIDES.get(model_type, {}))
-    kind: Any = AutoModel if role == EMBEDDER else AutoModelForSequenceClassification
     settings.num_labels = 1
-    model = kind.from_config(settings, dtype=torch.float32, attn_implementation="eager")
+    model = auto_class(settings, role).from_config(settings, dtype=torch.float32, attn_implementation="eager")
     shrink.draw(model.eval())
     model.save_pretrained(folder)
     settings.architectures = [type(model).__name__]
     settings.save_pretrained(folder)
     write_tokenizer(folder)
+
+
+def auto_class(settings: PretrainedConfig, role: str) -> Any:
+    """Choose what makes the model: of an encoder-decoder its encoder, where transformers has that alone."""
+    if role == RERANKER:
+        return AutoModelForSequenceClassification
+    alone = settings.is_encoder_decoder and settings.model_type in MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
+    return AutoModelForTextEncoding if alone else AutoModel
 
 
 def compare(name: str, folder: Path) -> Outcome:
@@ -163,7 +176,7 @@ def reference(folder: Path, role: str, dtype: torch.dtype) -> tuple[NDArray[np.f
     Raises:
         ReferenceFails: its tensors are not those of the model, or its numbers are not finite, or all the same.
     """
-    kind: Any = AutoModel if role == EMBEDDER else AutoModelForSequenceClassification
+    kind = auto_class(AutoConfig.from_pretrained(folder), role)
     model, info = kind.from_pretrained(folder, dtype=dtype, attn_implementation="eager", output_loading_info=True)
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info[what]:
@@ -207,7 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records: dict[str, run.Record] = json.loads(options.out.read_text()) if options.out.exists() else {}
     chosen = [name for name in roles() if name not in records]
     if options.only:
-        chosen = [name for each in options.only.split(",") for name in roles() if each in (name, name.partition("@")[0])]
+        chosen = [
+            name for each in options.only.split(",") for name in roles() if each in (name, name.partition("@")[0])
+        ]
     for record in run.sweep(chosen, options.jobs, job):
         records[record["model_type"]] = record
         print(f"{record['model_type']:36} {record['outcome']:20} {record['reason'][:140]}", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 A trace has one row of tokens, [1, T], of several sequences. What a model computes of a token alone is right for all;
 attention and pooling are told where sequences begin, and positions come from outside. A head that scores reads the
-first token of each sequence, or the last one, as a row of its own: [sequences, 1, hidden].
+first token of each sequence, the last one, or their mean, as a row of its own: [sequences, 1, hidden].
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
     "sigmoid": torch.sigmoid,
 }
+HEADS = {"cls": "cls", "bos": "cls", "mean": "mean"}  # what a head reads, as configurations name it → mode of pooling
 SMALLEST_NORM = 1e-12  # torch.nn.functional.normalize
 
 
@@ -127,12 +128,12 @@ class TracedEncoder(nn.Module):
         if isinstance(head, nn.Linear):  # of decoders, which read a sequence with its last token
             last: Tensor = head(self._pool(output.last_hidden_state, starts, "last"))
             return last
-        if (pooling := getattr(self.model.config, "classifier_pooling", "cls")) != "cls":
+        if (pooling := getattr(self.model.config, "classifier_pooling", "cls")) not in HEADS:
             raise UnsupportedError(
                 f"its head reads a sequence by classifier_pooling {pooling!r}",
                 hint="needed: a head behind llmforge::PoolSequences (docs/new-architecture.md)",
             )
-        picked = self._pool(output.last_hidden_state, starts, "cls").unsqueeze(1)
+        picked = self._pool(output.last_hidden_state, starts, HEADS[pooling]).unsqueeze(1)  # of one token, its mean is itself
         given = {"last_hidden_state": picked}
         if isinstance(pooler := getattr(base, "pooler", None), nn.Module):
             given["pooler_output"] = pooler(picked)
