@@ -43,6 +43,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.ir import dialect
 from llmforge.trace import trace
 from llmforge.verification import encoder_runs, probe
+from llmforge.verification.trace_verifier import prove_candidate
 
 from ..models.checkpoints import write_tokenizer
 from . import render, run, shrink
@@ -143,6 +144,7 @@ def compare(name: str, folder: Path) -> Outcome:
         checkpoint = Checkpoint.open(folder)
         graph = trace(checkpoint)
         dialect.check(graph)
+        prove_candidate(checkpoint, graph)
     except UnsupportedError as error:
         needed = f"; {error.hint}" if (error.hint or "").startswith("needed: ") else ""
         outcome.outcome, outcome.reason = "refused", f"{error.message}{needed}"
