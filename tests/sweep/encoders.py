@@ -55,6 +55,8 @@ LENGTHS = (9, 12, 5, 40, 1, 2, 23)  # of sequences side by side: 40 is longer th
 PADDED = (0, 1, 2, 6)  # of them, one batch of transformers
 # Encoders that transformers maps to causal language models, and to none of the others.
 CAUSAL = {"bert-generation", "cpmant", "openai-gpt", "xlnet"}
+# Encoder-decoders whose encoder transformers has alone.
+ENCODERS_ALONE = {"mt5", "t5", "t5gemma", "umt5"}
 # Configurations of their own, where the general rules of `shrink` make something that is no model.
 OVERRIDES: dict[str, dict[str, Any]] = {
     # As published checkpoints have it: biases by distance, of contents and of places, in buckets by logarithms.
@@ -126,7 +128,7 @@ def auto_class(settings: PretrainedConfig, role: str) -> Any:
     """Choose what makes the model: of an encoder-decoder its encoder, where transformers has that alone."""
     if role == RERANKER:
         return AutoModelForSequenceClassification
-    alone = settings.is_encoder_decoder and settings.model_type in MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
+    alone = settings.model_type in ENCODERS_ALONE
     return AutoModelForTextEncoding if alone else AutoModel
 
 

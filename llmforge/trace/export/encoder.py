@@ -86,6 +86,7 @@ class TracedEncoder(nn.Module):
         learns: bool,
     ) -> Tensor:
         """Run the model once; `learns`: only to see what it calls, before a trace."""
+        torch._check(input_ids.shape[1] == position_ids.shape[1])  # one symbol for both, before anything asks
         self._attention.begin(sequence_starts, learns=learns)
         self.rotary.step.position_ids = position_ids
         self.rotary.step.text_lengths = sequence_starts.long()  # nothing of an encoder reads it
@@ -133,7 +134,8 @@ class TracedEncoder(nn.Module):
                 f"its head reads a sequence by classifier_pooling {pooling!r}",
                 hint="needed: a head behind llmforge::PoolSequences (docs/new-architecture.md)",
             )
-        picked = self._pool(output.last_hidden_state, starts, HEADS[pooling]).unsqueeze(1)  # of one token, its mean is itself
+        # The head takes its first token, or the mean of all of them, of one: it.
+        picked = self._pool(output.last_hidden_state, starts, HEADS[pooling]).unsqueeze(1)
         given = {"last_hidden_state": picked}
         if isinstance(pooler := getattr(base, "pooler", None), nn.Module):
             given["pooler_output"] = pooler(picked)

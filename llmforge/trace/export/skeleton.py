@@ -126,7 +126,7 @@ def _auto_class(encoding: Encoding | None, config: PretrainedConfig) -> Any:
     """Choose the class of transformers that makes a model for what is wanted of it."""
     if encoding is None:
         return AutoModelForCausalLM
-    if encoding.kind == "embedder" and config.is_encoder_decoder and _encodes_alone(config):
+    if encoding.kind == "embedder" and _encodes_alone(config):
         return AutoModelForTextEncoding
     return AutoModel if encoding.kind == "embedder" else AutoModelForSequenceClassification
 

@@ -27,6 +27,7 @@ EAGER = "eager"  # transformers' name of attention in a model's own code
 # Functions of the distance of two tokens alone, by logarithms, whose last bits would choose another bucket in another
 # runtime: methods and functions of transformers, each with the distances as its first argument.
 BUCKETS = ("make_log_bucket_position", "_relative_position_bucket", "relative_position_bucket")
+_NEGATIONS = frozenset({torch.neg, Tensor.neg, Tensor.__neg__})
 _SOFTMAXES = frozenset({torch.softmax, nn.functional.softmax, Tensor.softmax})
 
 
@@ -123,6 +124,8 @@ class _SideBySide(TorchFunctionMode):
         if func is torch.arange and (first := self._counts(args)) is not None:
             counted = self._positions[0] + first if type(first) is not int or first else self._positions[0]
             return counted.to(kwargs["dtype"]) if kwargs.get("dtype") is not None else counted
+        if func in _NEGATIONS and not args[0].is_floating_point():
+            return args[0] * -1  # the dialect's Neg has floats alone
         if func in (torch.cumsum, Tensor.cumsum) and self._is_mask(args[0]):
             return (self._positions + 1).to(args[0].dtype)
         return func(*args, **kwargs)
