@@ -27,7 +27,7 @@ from llmforge.trace.canonicalize import simplification, token_axes, tokenwise
 from llmforge.trace.canonicalize.rewriting import insert
 from llmforge.trace.export import capture, fallback, pattern, skeleton, weights
 from llmforge.trace.export.pattern import Irregular
-from llmforge.trace.hooks import experts, internals, rotary
+from llmforge.trace.hooks import experts, internals, languages, rotary
 from llmforge.trace.hooks.encoder_attention import EncoderAttentionHook
 from llmforge.trace.hooks.own_encoder import OwnEncoderAttention
 from llmforge.trace.hooks.symbolic import emit
@@ -137,7 +137,10 @@ class TracedEncoder(nn.Module):
         # The head takes its first token, or the mean of all of them, of one: it.
         picked = self._pool(output.last_hidden_state, starts, HEADS[pooling]).unsqueeze(1)
         given = {"last_hidden_state": picked}
-        if isinstance(pooler := getattr(base, "pooler", None), nn.Module):
+        pooler: Any = getattr(base, "pooler", None)
+        if isinstance(pooler, nn.Linear):  # of a token's row, the activation beside it (ALBERT)
+            given["pooler_output"] = getattr(base, "pooler_activation", nn.Identity())(pooler(picked[:, 0]))
+        elif isinstance(pooler, nn.Module):
             given["pooler_output"] = pooler(picked)
         own = base.forward
         base.forward = lambda *args, **kwargs: type(output)(**given)
@@ -244,6 +247,7 @@ def _traced(checkpoint: Checkpoint, encoding: Encoding, hook: type[EncoderAttent
         model, mode = skeleton.build(checkpoint.config, attention.NAME, encoding)
         sources = weights.plan(model, checkpoint)
         weights.untie(model, sources)
+        languages.settle(model)
         with (
             internals.third_party("tracing"),
             torch.no_grad(),
@@ -260,9 +264,23 @@ def _traced(checkpoint: Checkpoint, encoding: Encoding, hook: type[EncoderAttent
         _canonicalize(graph)
     weights.attach(graph, capture.MODEL, model, checkpoint, sources)
     pattern.record(graph, Irregular("layers of encoders are all traced"))
-    if (tokens := longest(model, bound)) is not None:
+    if (sparse := _dense_up_to(model)) is not None:
+        bound = min(sparse, longest(model, bound) or sparse)
+        interface.record_limit(graph, interface.TextLimit(bound, "it reads longer texts by blocks"))
+    elif (tokens := longest(model, bound)) is not None:
         interface.record_limit(graph, interface.TextLimit(tokens, "its positions end there"))
     return graph
+
+
+def _dense_up_to(model: nn.Module) -> int | None:
+    """Return how many tokens a model reads with full attention that reads longer texts by blocks (BigBird).
+
+    transformers changes such a model for good once it has read a short text, so that no run would show it.
+    """
+    config: Any = model.config
+    if getattr(config, "attention_type", None) != "block_sparse":
+        return None
+    return int((5 + 2 * config.num_random_blocks) * config.block_size)  # BigBirdModel.forward
 
 
 def _canonicalize(graph: ir.Model) -> None:

@@ -124,6 +124,8 @@ class _SideBySide(TorchFunctionMode):
         if func is torch.arange and (first := self._counts(args)) is not None:
             counted = self._positions[0] + first if type(first) is not int or first else self._positions[0]
             return counted.to(kwargs["dtype"]) if kwargs.get("dtype") is not None else counted
+        if func is Tensor.item and not args[0].is_floating_point():
+            return self._tokens  # of an assertion about the lengths of texts: of the one that there is (XLM)
         if func in _NEGATIONS and not args[0].is_floating_point():
             return args[0] * -1  # the dialect's Neg has floats alone
         if func in (torch.cumsum, Tensor.cumsum) and self._is_mask(args[0]):
