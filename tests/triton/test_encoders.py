@@ -106,7 +106,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Artifact]:
     for kind in KINDS:
         recipe = folder / f"{kind}.yaml"
         recipe.write_text(RECIPE.format(kind=kind, checkpoint=DATA / f"docs-{kind}-1m"))
-        made[kind] = llmforge.build(recipe, out=folder / "artifacts")
+        made[kind] = Artifact.open(llmforge.build(recipe, out=folder / "artifacts").path)
     return made
 
 

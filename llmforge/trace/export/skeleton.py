@@ -136,7 +136,7 @@ def _shape_to(model: PreTrainedModel, encoding: Encoding | None) -> None:
     if encoding is None or encoding.kind != "embedder":
         return
     if isinstance(getattr(model, "pooler", None), nn.Module):  # of the first token, for a head that is not there
-        model._modules["pooler"] = None
+        model._modules["pooler"] = nn.Identity()  # not None: some models call it whatever it is
     for layer in encoding.dense:
         linear = nn.Linear(layer.inputs, layer.outputs, bias=layer.bias)
         model.add_module(layer.folder, nn.ModuleDict({"linear": linear}))
