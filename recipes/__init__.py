@@ -3,4 +3,5 @@
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
+OF_ENCODERS = ("embedder", "reranker")  # the others are for language models
 TEXT = FOLDER / "text"  # technical documentation: calibration.jsonl, evaluation.jsonl, NOTICE

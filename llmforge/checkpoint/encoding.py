@@ -89,7 +89,7 @@ def encoding_of(folder: Path, settings: Mapping[str, Any]) -> Encoding | None:
     name = str(names[0]) if isinstance(names, list) and names else ""
     if name.endswith("ForSequenceClassification"):
         return Encoding("reranker", "cls")
-    headless = name.endswith("Model") and not name.endswith(("LMHeadModel", "DoubleHeadsModel"))
+    headless = name.endswith(("Model", "Encoder")) and not name.endswith(("LMHeadModel", "DoubleHeadsModel"))
     return Encoding("embedder") if headless or name.endswith(("ForMaskedLM", "ForPreTraining")) else None
 
 

@@ -76,8 +76,6 @@ def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
         yield f"next: {foreign.serve.format(engine=shlex.quote(output.here(artifact / 'engine')))}"
     elif _encodes(artifact):
         yield f"next: llmforge serve {name}"
-        yield f"      llmforge gate {name}"
-        return
     else:
         chats = (artifact / "tokenizer" / TEMPLATE_FILE).exists()
         yield f"next: llmforge run {name} " + ("--chat" if chats else '"PROMPT"')

@@ -188,6 +188,8 @@ def plan(
         return
     snapshot = on_hub(what, revision)
     what = what if snapshot is None else snapshot.folder
+    if _plan_encoder(what, asked, plot, as_json, fleet=fleet.asked):
+        return
     wanted = record(Storage, asked)
     planned = request.answer(what, record(request.PlanRequest, asked, wanted=wanted), measured_here)
     if plot is not None:
@@ -274,6 +276,29 @@ def _show_fleet(found: Sequence[FleetPlan | Refused], as_json: bool) -> None:
         output.write_json(facts[0] if len(facts) == 1 else facts)
     else:
         output.write(fleet.table(found))
+
+
+def _plan_encoder(what: Path, asked: Mapping[str, Any], plot: Path | None, as_json: bool, *, fleet: bool) -> bool:
+    """Plan what embeds or scores; False: it is a language model.
+
+    Raises:
+        UsageError: an option is for language models.
+    """
+    from llmforge.planning import encoder_plan
+
+    folder, recipe, encoding = encoder_plan.encoding_at(what)
+    if encoding is None:
+        return False
+    others = [name for name, value in asked.items() if name != "targets" and value is not None]
+    others += ["plot"] * (plot is not None) + ["rate"] * fleet
+    if others:
+        raise UsageError(f"{encoding.title} is planned by --target alone; --{others[0]} is for language models")
+    made = encoder_plan.answer(folder, encoding, recipe, asked["targets"], measured_here)
+    if as_json:
+        output.write_json(encoder_plan.data(made))
+    else:
+        output.write(encoder_plan.details(made))
+    return True
 
 
 def show(recipe: Path) -> None:

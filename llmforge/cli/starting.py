@@ -102,7 +102,8 @@ class ShippedRecipe(click.ParamType[str]):
     def _names() -> list[str]:
         from llmforge import recipes
 
-        return sorted(path.stem for path in recipes.FOLDER.glob("*.yaml"))
+        found = sorted(path.stem for path in recipes.FOLDER.glob("*.yaml"))
+        return [name for name in found if name not in recipes.OF_ENCODERS]  # whose recipe `init` writes itself
 
 
 @click.command(epilog=_INIT)

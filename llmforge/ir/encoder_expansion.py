@@ -3,7 +3,7 @@
 `llmforge::EncoderAttention` becomes one Attention over all tokens, under a boolean mask [T, T] that keeps sequences
 apart and is built once for every reach. That takes quadratic memory of all tokens together: such a graph reads one
 sequence at a time (`llmforge.backends.onnxruntime.encoder`). `llmforge::PoolSequences` becomes a Gather, or a product
-with a matrix of means.
+with a matrix of means, `llmforge::SequenceSoftmax` a Softmax under the same mask.
 """
 
 from __future__ import annotations
@@ -31,6 +31,13 @@ class EncoderExpansion(GraphBuilder):
         mask = self._mask(layer.left, layer.right, layer.sequence_starts)
         y = self._add(layer.node, "Attention", [layer.q, layer.k, layer.v, mask], attributes)
         graph.replace_outputs(layer.node, [y])
+
+    def softmax(self, layer: canonical.SequenceSoftmax) -> None:
+        """Replace one `llmforge::SequenceSoftmax`: a key of another sequence gets the lowest score that there is."""
+        dtype = layer.x.dtype or ir.DataType.FLOAT
+        lowest = self._constant("lowest", np.array(-np.inf, dtype.numpy()))
+        own = self._add(layer.node, "Where", [self._mask(-1, -1, layer.sequence_starts), layer.x, lowest])
+        graph.replace_outputs(layer.node, [self._add(layer.node, "Softmax", [own], {"axis": -1})])
 
     def pool(self, pooling: canonical.PoolSequences) -> None:
         """Replace one `llmforge::PoolSequences`: x [1, T, H] → [N, H]."""

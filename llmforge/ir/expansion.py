@@ -54,6 +54,7 @@ def expand(model: ir.Model) -> ir.Model:
         canonical.LatentAttention: attention.latent_attention,
         canonical.EncoderAttention: encoder.attention,
         canonical.PoolSequences: encoder.pool,
+        canonical.SequenceSoftmax: encoder.softmax,
         canonical.MoE: lambda experts: graph.replace_value(experts.output, MoEExpansion(clone, experts).result()),
         canonical.LowPrecisionMoE: lambda experts: graph.replace_value(
             experts.output, LowPrecisionMoEExpansion(clone, experts).result()

@@ -160,6 +160,11 @@ class ServingSpec(Section):
             for name, given in (self.prefixes or {}).items()
         }
 
+    def of_language_models(self) -> list[str]:
+        """Name the options that are set and that embedders and rerankers do not have."""
+        of_texts = ("step_tokens", "prefix_cache_bytes", "speculation", "prefixes")
+        return [name for name in of_texts if getattr(self, name) is not None]
+
     @classmethod
     def published(cls, recipe: Mapping[str, Any], where: str) -> ServingSpec:
         """Read the section of a resolved recipe that stands in an artifact; `where` names that.

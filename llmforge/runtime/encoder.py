@@ -24,6 +24,16 @@ class EncoderConfig:
     default_prompt: str | None = None
     token_types: bool = False  # whether the graph reads which of two texts a token is of
 
+    @property
+    def title(self) -> str:
+        """What the engine is, for a reader."""
+        return "an embedder" if self.kind == "embedder" else "a reranker"
+
+    @property
+    def classifies(self) -> bool:
+        """Whether it gives texts classes: a score needs one logit."""
+        return self.kind == "reranker" and self.labels != 1
+
 
 class EncoderSession(Protocol):
     """Runs sequences of token ids."""

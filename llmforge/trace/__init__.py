@@ -64,17 +64,15 @@ def trace(checkpoint: Checkpoint, *, shorten: bool = True) -> ir.Model:
 
 
 def _encoder(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
-    """Trace a model that reads whole sequences; there is no other way than by its hooks."""
+    """Trace a model that reads whole sequences."""
     from llmforge.trace.export import encoder
 
     try:
-        graph = encoder.trace(checkpoint, encoding)
-        dialect.check(graph)
+        return encoder.trace(checkpoint, encoding)
     except REFUSALS as error:
         raise UnsupportedError(
             f"architecture {checkpoint.architecture!r} cannot be compiled: {error.message}", hint=error.hint or NEEDED
         ) from error
-    return graph
 
 
 def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: ForgeError) -> ir.Model:

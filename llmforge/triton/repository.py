@@ -37,12 +37,14 @@ from llmforge import targets
 from llmforge.artifact import Artifact
 from llmforge.artifact.sealed import MANIFEST
 from llmforge.backends import PROVIDERS, of_provider
-from llmforge.base.errors import EnvironmentLacks, InputError, UsageError
+from llmforge.base.errors import EnvironmentLacks, InputError, UnsupportedError, UsageError
 from llmforge.recipe import ServingSpec
 from llmforge.runtime.artifact_files import TEMPLATE_FILE
 from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.runtime.encoder import EncoderConfig
+from llmforge.serving.encoder_engine import EncoderOptions
 from llmforge.triton import sources
-from llmforge.triton.backend import checks, signature
+from llmforge.triton.backend import checks, encoder_signature, signature
 
 FOLDER = "triton"  # in an artifact
 CONFIG = "config.pbtxt"
@@ -53,6 +55,7 @@ IN_ARTIFACT = "../../.."  # from the model's version to the folder with engine/ 
 ALONE = "."
 CARRIED = ("engine", "tokenizer")
 WARMUP_TOKENS = 32
+WARMUP_TEXT = b"a text"  # of an encoder
 NCCL = "nvidia-nccl-cu13"  # what ranks on GPUs meet through; any version does
 PARTIAL = ".partial-"
 
@@ -69,7 +72,7 @@ from llmforge.triton.backend import checks  # noqa: E402
 
 checks.environment()  # before anything is imported that this environment may lack
 
-from llmforge.triton.backend.model import TritonPythonModel  # noqa: E402
+from llmforge.triton.backend.{module} import TritonPythonModel  # noqa: E402
 
 __all__ = ["TritonPythonModel"]
 '''
@@ -114,8 +117,10 @@ def own_files(model: TritonModel) -> dict[str, bytes]:
     """
     # Beside a GPU they draw the tokens, and numpy does where they do not run.
     kernels = model.runtime.kernels is not None or (None if model.runtime.device is not None else False)
-    made = {f"1/{path}": source.read_bytes() for path, source in sources.shipped(kernels=kernels).items()}
-    made["1/model.py"] = _MODEL.encode()
+    encodes = model.runtime.encoder is not None
+    shipped = sources.shipped(sources.ENCODER_ROOTS if encodes else sources.ROOTS, kernels=kernels)
+    made = {f"1/{path}": source.read_bytes() for path, source in shipped.items()}
+    made["1/model.py"] = _MODEL.format(module="encoder_model" if encodes else "model").encode()
     made["1/__pycache__"] = b""  # a file, so that Python neither writes bytecode into an artifact nor reads any there
     made[f"1/{REQUIREMENTS}"] = requirements(model.runtime).encode()
     return made
@@ -125,8 +130,11 @@ def config(model: TritonModel, artifact: str) -> str:
     """Render config.pbtxt.
 
     Raises:
-        UsageError: `serving.triton.gpus` gives a GPU to ranks of two instances.
+        UsageError: `serving.triton.gpus` gives a GPU to ranks of two instances, or `serving` sets for an encoder what
+            it does not have.
     """
+    if model.runtime.encoder is not None:
+        return _encoder_config(model, model.runtime.encoder, artifact)
     serving, triton = model.serving, model.serving.triton
     options = serving.model_dump(exclude={"triton", "prefixes"}, exclude_none=True)
     if serving.draft is not None:
@@ -145,6 +153,32 @@ def config(model: TritonModel, artifact: str) -> str:
         versions=triton.versions,
         parameters={key: str(value) for key, value in {**given, **options}.items() if value is not None},
         warmup_tokens=_warmup_tokens(model.runtime),
+    )
+
+
+def _encoder_config(model: TritonModel, encoder: EncoderConfig, artifact: str) -> str:
+    """Render config.pbtxt of an embedder or a reranker.
+
+    Raises:
+        UsageError: `serving` sets what language models alone have.
+    """
+    serving, triton = model.serving, model.serving.triton
+    if given := serving.of_language_models():
+        raise UsageError(f"serving.{given[0]} is for language models; {model.name} is {encoder.title}")
+    wait_us = 0 if serving.timeout_s is None else max(1, round(serving.timeout_s * 1e6))
+    return _render(
+        "encoder.pbtxt.jinja",
+        name=model.name,
+        title=encoder.title,
+        signature=encoder_signature.of(encoder),
+        most_rows=encoder_signature.MOST_ROWS,
+        max_queue=max(1, EncoderOptions().max_queue if serving.max_queue is None else serving.max_queue),
+        wait_us=wait_us,
+        kind=f"KIND_{triton.kind or model.kind}".upper(),
+        instances=triton.instances,
+        versions=triton.versions,
+        parameters={"artifact": artifact} | ({} if model.allow is None else {"allow": model.allow}),
+        warmup={spec.name: spec for spec in encoder_signature.of(encoder).inputs if spec.data_type == "TYPE_STRING"},
     )
 
 
@@ -190,10 +224,18 @@ def of_artifact(
     Raises:
         InputError: the artifact carries no model repository.
         EnvironmentLacks: its engine is not built yet.
-        UsageError: an override names nothing that could be set, or a value that is not allowed.
+        UsageError: an override names nothing that could be set, or a value that is not allowed; or an encoder gets a
+            chat template.
+        UnsupportedError: it classifies texts.
     """
     manifest = artifact.manifest
     runtime = RuntimeConfig.read(artifact.path / "engine" / FILE)
+    if runtime.encoder is not None and runtime.encoder.classifies:
+        raise UnsupportedError(
+            f"{artifact.path}: it gives {runtime.encoder.labels} logits for a pair; Triton's model scores with one"
+        )
+    if runtime.encoder is not None and chat_template is not None:
+        raise UsageError(f"{artifact.path} is {runtime.encoder.title}, which reads no chats")
     ours = of_provider(runtime.provider).export_format is None
     if ours and not (artifact.path / FOLDER / manifest.name).is_dir():
         raise InputError(
@@ -311,20 +353,25 @@ def _write(files: Mapping[str, bytes], folder: Path) -> None:
 
 def _shared(model: TritonModel, artifact: str) -> dict[str, bytes]:
     """Make what all versions of a model share; `artifact` leads from a version to engine/ and tokenizer/."""
+    encoder = model.runtime.encoder
     readme = _render(
-        "README.md.jinja",
+        "README.md.jinja" if encoder is None else "encoder.md.jinja",
         name=model.name,
         made_of=model.made_of,
         python=".".join(map(str, checks.PYTHON)),
         runtime=model.runtime,
         requirements=requirements(model.runtime),
         inputs=signature.INPUTS,
+        signature=None if encoder is None else encoder_signature.of(encoder),
     )
     return {CONFIG: config(model, artifact).encode(), README: readme.encode(), **_warmup(model.runtime)}
 
 
 def _warmup(runtime: RuntimeConfig) -> dict[str, bytes]:
     """Make the request that runs before the model is ready."""
+    if runtime.encoder is not None:
+        texts = [spec for spec in encoder_signature.of(runtime.encoder).inputs if spec.data_type == "TYPE_STRING"]
+        return {f"{WARMUP}/{spec.name}": struct.pack("<I", len(WARMUP_TEXT)) + WARMUP_TEXT for spec in texts}
     ids = np.arange(_warmup_tokens(runtime), dtype="<i8") % runtime.vocabulary
     sampling = json.dumps({"max_tokens": 2, "ignore_eos": True}).encode()
     return {

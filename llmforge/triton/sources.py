@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import llmforge
@@ -19,11 +19,13 @@ ROOTS = (
     "llmforge.backends.ranks.worker",  # which `ranks.session` starts
     *(each.session for backend in BACKENDS.values() if backend.export_format is None for each in backend.providers),
 )
+# The same of an embedder or a reranker.
+ENCODER_ROOTS = ("llmforge.triton.backend.encoder_model", "llmforge.triton.backend.checks")
 _FOLDER = Path(llmforge.__file__).parent
 
 
-def shipped(*, kernels: bool | None = False) -> dict[str, Path]:
-    """List what `ROOTS` import of llmforge, themselves included, directly or not: path in the repository → file.
+def shipped(roots: Sequence[str] = ROOTS, *, kernels: bool | None = False) -> dict[str, Path]:
+    """List what `roots` import of llmforge, themselves included, directly or not: path in the repository → file.
 
     Imports anywhere in a file count, those inside functions too. A package comes with its `__init__`. With `kernels`,
     so does the compiled library of llmforge's own operators; None: if there is one here.
@@ -32,7 +34,7 @@ def shipped(*, kernels: bool | None = False) -> dict[str, Path]:
         EnvironmentLacks: there is no such library here.
     """
     found: dict[str, Path] = {}
-    waiting = list(ROOTS)
+    waiting = list(roots)
     while waiting:
         file = _file(waiting.pop())
         if file is None or (path := Path(PACKAGE, file.relative_to(_FOLDER)).as_posix()) in found:

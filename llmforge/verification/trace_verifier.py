@@ -138,9 +138,9 @@ def verify_trace(
         UnsupportedError: transformers or ONNX Runtime cannot run the model, or it is of its own attention and what
             would be a defect of the frontend for other models is known to happen there.
     """
-    if checkpoint.encoding is not None:
-        return encoder_trace.verify(checkpoint, model, threads=threads)
     try:
+        if checkpoint.encoding is not None:
+            return encoder_trace.verify(checkpoint, model, threads=threads)
         return _verify(checkpoint, model, threads, whole_bytes, computed)
     except (UnsupportedError, VerificationError) as error:
         if (reason := model.metadata_props.get(interface.FALLBACK)) is None:
@@ -150,7 +150,8 @@ def verify_trace(
 
         named = f"architecture {checkpoint.architecture!r} cannot be compiled"
         try:
-            fallback.refuse_encoders(checkpoint)
+            if checkpoint.encoding is None:
+                fallback.refuse_encoders(checkpoint)
         except NotADecoder as plainer:
             raise NotADecoder(f"{named}: {plainer.message}") from error
         raise UnsupportedError(

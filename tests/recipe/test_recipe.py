@@ -11,6 +11,7 @@ from llmforge import passes, recipe
 from llmforge.base.errors import DataError, RecipeError, UsageError
 from llmforge.compile.drafts import facts_of
 from llmforge.recipe import Recipe
+from llmforge.recipes import OF_ENCODERS
 from llmforge.rewrite.pass_base import Budget
 from llmforge.runtime.config import MOST_DRAFT_TOKENS, SpeculationFacts
 
@@ -483,7 +484,8 @@ def test_every_shipped_recipe_validates(path: Path) -> None:
     assert [instance.name for instance in made] == [spec.name for spec in loaded.passes]
     assert loaded.checkpoint.is_dir()
     assert loaded.gates
-    assert loaded.resolved(made)["checkpoint"] == "docs-llama-7m"
+    own = f"docs-{path.stem}-1m" if path.stem in OF_ENCODERS else "docs-llama-7m"
+    assert loaded.resolved(made)["checkpoint"] == own
     assert path.read_text(encoding="utf-8").startswith("# "), "a recipe says what it is for"
 
 

@@ -5,6 +5,9 @@ In: `{"url", "model", "requests": [{"inputs": {name: [datatype, values]}, "param
 responses.
 Out, for each: `{"responses": [{output: value}], "final": bool, "error": {"status", "message"}, "seconds": float}`.
 
+Or `{"url", "model", "infer": [{"inputs": {name: [datatype, rows]}, "parameters"}]}`, all sent at once to a model that
+answers each request once; out, for each: `{"outputs": {name: rows}}` or `{"error"}`.
+
 Or `{"config": text}`: parse config.pbtxt by Triton's own schema; out: what it says, as JSON.
 """
 
@@ -14,6 +17,7 @@ import json
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,10 +76,37 @@ def ask(url: str, model: str, request: dict[str, Any], out: dict[str, Any]) -> N
     out["seconds"] = time.perf_counter() - began
 
 
+def infer(url: str, model: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    with grpc.InferenceServerClient(url) as client:
+        done = [(threading.Event(), {}) for _ in requests]
+
+        def receive(event: Any, out: dict[str, Any], result: Any, error: InferenceServerException | None) -> None:
+            if error is None:
+                names = [output.name for output in result.get_response().outputs]
+                out["outputs"] = {name: result.as_numpy(name).tolist() for name in names}
+            else:
+                out["error"] = error.message()
+            event.set()
+
+        for (event, out), request in zip(done, requests, strict=True):
+            made = []
+            for name, (datatype, rows) in request["inputs"].items():
+                encoded = [[each.encode() for each in row] for row in rows] if datatype == "BYTES" else rows
+                array = np.array(encoded, np.object_ if datatype == "BYTES" else triton_to_np_dtype(datatype))
+                made.append(grpc.InferInput(name, list(array.shape), datatype))
+                made[-1].set_data_from_numpy(array)
+            client.async_infer(model, made, partial(receive, event, out), parameters=request.get("parameters"))
+        for event, _ in done:
+            assert event.wait(WAIT_S), "no response"
+    return [out for _, out in done]
+
+
 def main(job: dict[str, Any]) -> Any:
     if "config" in job:
         parsed = text_format.Parse(job["config"], model_config_pb2.ModelConfig())
         return json_format.MessageToDict(parsed, preserving_proto_field_name=True)
+    if "infer" in job:
+        return infer(job["url"], job["model"], job["infer"])
     answers: list[dict[str, Any]] = [{} for _ in job["requests"]]
     threads = [
         threading.Thread(target=ask, args=(job["url"], job["model"], request, answer))

@@ -34,7 +34,7 @@ Job = Callable[[str], Record]
 
 def job(name: str) -> Record:
     """Shrink, write, trace and compare one type, or `type@shape` (in a process of its own)."""
-    _quiet()
+    quiet()
     from . import shrink
     from .compare import Outcome, compare
     from .shapes import TINY, Shape
@@ -45,11 +45,12 @@ def job(name: str) -> Record:
             shrink.write(model_type, Path(folder), Shape(shape or TINY))
         except Exception as error:  # noqa: BLE001  # whatever a configuration or model of transformers raises
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
-            return dataclasses.asdict(Outcome(name, "transformers-fails", "unknown", reason, where=_ends(error)))
+            return dataclasses.asdict(Outcome(name, "transformers-fails", "unknown", reason, where=ends(error)))
         return dataclasses.asdict(compare(name, Path(folder)))
 
 
-def _quiet() -> None:
+def quiet() -> None:
+    """Silence transformers, and compute with one thread."""
     import logging
     import warnings
 
@@ -94,12 +95,12 @@ def _child(sender: Connection, model_type: str, work: Job) -> None:
         record = work(model_type)
     except Exception as error:  # noqa: BLE001  # the outcome that the sweep looks for: a bug of ours
         reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), 'no message')[:300]}"
-        record = {"outcome": "traceback", "reason": reason, "where": _ends(error)}
+        record = {"outcome": "traceback", "reason": reason, "where": ends(error)}
     sender.send(record)
     sender.close()
 
 
-def _ends(error: BaseException) -> str:
+def ends(error: BaseException) -> str:
     """Say where a traceback ends: the last three frames, `file:line function`."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -114,10 +115,10 @@ def _short(path: str) -> str:
     return Path(path).name
 
 
-def sweep(types: Sequence[str], jobs: int) -> Iterator[Record]:
-    """Run every type, `jobs` at a time; records come as they are done."""
+def sweep(types: Sequence[str], jobs: int, work: Job = job) -> Iterator[Record]:
+    """Run `work` on every type, `jobs` at a time; records come as they are done."""
     with ThreadPoolExecutor(jobs) as pool:
-        for future in as_completed([pool.submit(run_one, model_type) for model_type in types]):
+        for future in as_completed([pool.submit(run_one, model_type, work) for model_type in types]):
             yield future.result()
 
 
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for record in sweep(names, options.jobs):
             records[record["model_type"]] = record
             print(f"{record['model_type']:28} {record['outcome']:20} {record['reason'][:140]}", file=sys.stderr)
-            _write(options.out, json.dumps(dict(sorted(records.items())), indent=1))
+            write(options.out, json.dumps(dict(sorted(records.items())), indent=1))
 
     run(chosen)
     if options.larger:
@@ -151,14 +152,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wanted = [name for name in names if name.partition("@")[0] in right]
         run([name for name in wanted if options.only or name not in records])
     if options.table is not None:
-        _write(options.table, render.table(records))
+        before = options.table.read_text() if options.table.exists() else ""
+        write(options.table, render.table(records) + render.encoders_of(before))
         if options.table.resolve() == render.DOCUMENT:
             render.write_packaged(render.table(records))
     print(json.dumps(Counter(record["outcome"] for name, record in records.items() if "@" not in name)))
     return 0
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
+    """Write a file, all at once."""
     beside = path.with_name(path.name + ".part")
     beside.write_text(text)
     beside.replace(path)

@@ -110,9 +110,9 @@ def types() -> list[str]:
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def config(model_type: str, shape: Shape = TINY_SHAPE) -> PretrainedConfig:
-    """Make the configuration of `model_type` in `shape`."""
-    own = shape.changes(OVERRIDES.get(model_type, {}))
+def config(model_type: str, shape: Shape = TINY_SHAPE, *, changes: Mapping[str, Any] | None = None) -> PretrainedConfig:
+    """Make the configuration of `model_type` in `shape`; `changes` are further entries of it."""
+    own = shape.changes({**OVERRIDES.get(model_type, {}), **(changes or {})})
     return shrunk(CONFIG_MAPPING[model_type], own | LARGER.get(model_type, {}).get(shape.name, {}), shape)
 
 
@@ -231,7 +231,14 @@ def build(settings: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         settings, dtype=torch.float32, attn_implementation="eager"
     )
-    model.eval()
+    draw(model.eval(), seed=seed)
+    with torch.no_grad():
+        _scale_head(model)
+    return model
+
+
+def draw(model: PreTrainedModel, *, seed: int = 0) -> None:
+    """Give a model random weights, norms, biases and sinks that are not trivial."""
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -240,13 +247,11 @@ def build(settings: PretrainedConfig, *, seed: int = 0) -> PreTrainedModel:
                 parameter.copy_(noise * GAIN / parameter.shape[-1] ** 0.5)
             else:
                 parameter.add_(noise * NOISE)
-            if settings.model_type in SMALL_QUERY_NORMS and "q_norm" in name:
+            if model.config.model_type in SMALL_QUERY_NORMS and "q_norm" in name:
                 parameter.mul_(0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("bias") and buffer.is_floating_point():  # of routers
                 buffer.add_(torch.randn(buffer.shape, generator=generator) * NOISE)
-        _scale_head(model)
-    return model
 
 
 def _scale_head(model: PreTrainedModel) -> None:

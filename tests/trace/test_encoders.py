@@ -21,7 +21,9 @@ from llmforge.backends.onnxruntime import builder
 from llmforge.backends.onnxruntime.encoder import OnnxEncoder
 from llmforge.base.errors import CheckpointError, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint, Encoding
-from llmforge.ir.operators.canonical import EncoderAttention, PoolSequences
+from llmforge.ir import graph, interface
+from llmforge.ir.operators.canonical import EncoderAttention, PoolSequences, SequenceSoftmax
+from llmforge.ir.operators.standard import Softmax
 from llmforge.runtime.config import SessionConfig
 from llmforge.verification import encoder_runs, encoder_trace, probe
 from llmforge.verification.trace_verifier import verify_trace
@@ -39,6 +41,11 @@ OWN: dict[str, dict[str, Any]] = {
         "eos_token_id": 3,
     },
     "qwen3": {"head_dim": 16, "num_key_value_heads": 1},
+    "mpnet": {"pad_token_id": 1},
+    "deberta-v2": {
+        "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "share_att_key": True, "position_buckets": 8,
+        "norm_rel_ebd": "layer_norm", "position_biased_input": False,
+    },
 }  # fmt: skip
 
 
@@ -107,6 +114,9 @@ def engine_of(opened: Checkpoint, model: ir.Model) -> OnnxEncoder:
         pytest.param("distilbert", "reranker", "cls", 0, marks=pytest.mark.thorough),
         pytest.param("modernbert", "embedder", "mean", 0, marks=pytest.mark.thorough),
         pytest.param("qwen3", "embedder", "last", 0, marks=pytest.mark.thorough),
+        # Attention in code of their own, with biases by distance.
+        pytest.param("mpnet", "embedder", "mean", 0, marks=pytest.mark.thorough),
+        pytest.param("deberta-v2", "reranker", "cls", 0, marks=pytest.mark.thorough),
     ],
 )
 def test_graph_and_engine_compute_what_transformers_does(
@@ -118,13 +128,16 @@ def test_graph_and_engine_compute_what_transformers_does(
     assert isinstance(proof, encoder_trace.EncoderProof)
     assert proof.largest < 5e-5
     sides = {(layer.left, layer.right) for layer in EncoderAttention.all(model)}
-    assert sides == {"modernbert": {(-1, -1), (4, 4)}, "qwen3": {(-1, 0)}}.get(kind, {(-1, -1)})
+    own = kind in ("mpnet", "deberta-v2")
+    expected = {"modernbert": {(-1, -1), (4, 4)}, "qwen3": {(-1, 0)}}.get(kind, {(-1, -1)})
+    assert sides == (set() if own else expected)
+    assert (interface.FALLBACK in model.metadata_props) == bool(SequenceSoftmax.all(model)) == own
     engine = engine_of(opened, model)
-    graph = encoder_runs.open_graph(model, encoding_of(opened), 1, probe.InitializerArrays())
+    traced = encoder_runs.open_graph(model, encoding_of(opened), 1, probe.InitializerArrays())
     for run in encoder_runs.make_runs(SIZES["vocab_size"], 64, [], 3, [0, 1]):
         types = run.types if engine.config.token_types else None
         made = engine.encode(run.sequences, types)
-        assert encoder_runs.deviation(graph.encode(run.sequences, types), made) < 1e-4
+        assert encoder_runs.deviation(traced.encode(run.sequences, types), made) < 1e-4
         alone = np.concatenate(
             [engine.encode([ids], None if types is None else [types[row]]) for row, ids in enumerate(run.sequences)]
         )
@@ -132,6 +145,17 @@ def test_graph_and_engine_compute_what_transformers_does(
     if head == "embedder":
         np.testing.assert_allclose(np.linalg.norm(made, axis=1), 1, atol=1e-5)
     assert engine.config.prompts == ({"query": "w5 "} if head == "embedder" else {})
+
+
+@pytest.mark.thorough
+def test_own_attention_that_mixes_sequences_is_refused(tmp_path: Path) -> None:
+    opened = checkpoint(tmp_path, "mpnet")
+    model = trace.trace(opened)
+    softmax = SequenceSoftmax.all(model)[0]
+    plain = Softmax.insert(softmax.node, {"x": softmax.x}, {"axis": -1}, name="plain")
+    graph.replace_uses(softmax.output, plain.output)
+    with pytest.raises(UnsupportedError, match="tracing the attention from its own code failed too: the trace does"):
+        verify_trace(opened, model)
 
 
 @pytest.mark.thorough
@@ -152,9 +176,9 @@ def test_another_pooling_or_attention_is_refused(tmp_path: Path) -> None:
 def test_what_is_not_compiled_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="pools by pooling_mode_max_tokens"):
         checkpoint(tmp_path / "max", "bert", pooling="max")
-    relative = checkpoint(tmp_path / "deberta", "deberta-v2")
-    with pytest.raises(UnsupportedError, match="no layer calls attention through transformers' interface"):
-        trace.trace(relative)
+    late = checkpoint(tmp_path / "eurobert", "eurobert", head="reranker")
+    with pytest.raises(UnsupportedError, match="its head reads a sequence by classifier_pooling 'late'"):
+        trace.trace(late)
     outside = tmp_path / "max/modules.json"
     write(outside, [{"path": "", "type": "a.Transformer"}, {"path": "../other", "type": "a.Pooling"}])
     with pytest.raises(CheckpointError, match="is no folder of the checkpoint"):

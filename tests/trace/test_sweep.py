@@ -16,7 +16,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.trace import trace
 
-from ..sweep import compare, render, run, shapes, shrink
+from ..sweep import compare, encoders, render, run, shapes, shrink
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,9 +94,24 @@ def test_a_type_is_right_or_refused(model_type: str, tmp_path: Path) -> None:
 
 def _outcomes() -> dict[str, str]:
     """Read the table: what became of each type."""
-    lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    table = TABLE.read_text(encoding="utf-8").partition(f"\n{render.ENCODERS}\n")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: row[1] for row in rows if row[0] in shrink.types()}
+
+
+def test_the_table_of_encoders_names_no_bug() -> None:
+    table = render.encoders_of(TABLE.read_text(encoding="utf-8"))
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| ")
+    ]
+    rows = [row for row in rows if len(row) == 6]
+    found = {
+        f"{row[0]}@{role}": row[at] for row in rows[1:] for role, at in (("embedder", 1), ("reranker", 3)) if row[at]
+    }
+    assert found.keys() <= {*encoders.roles()}
+    assert set(found.values()) <= {"right", "refused", "transformers-fails"}
+    assert sum(outcome == "right" for outcome in found.values()) >= 40
 
 
 def test_the_table_of_architectures_names_every_type_and_no_bug() -> None:
@@ -241,7 +256,8 @@ def test_results_are_kept_and_not_run_again(
 ) -> None:
     ran: list[str] = []
 
-    def one(model_type: str) -> run.Record:
+    def one(model_type: str, work: run.Job) -> run.Record:
+        assert work is run.job
         ran.append(model_type)
         return {"model_type": model_type, "outcome": "right", "reason": "", "difference": 2e-6, "nodes": 50}
 
@@ -265,6 +281,37 @@ def test_table_escapes_reasons() -> None:
 
     assert "| x | refused |  |  |  |  | a\\|b c |" in text
     assert "| refused | 1 |" in text
+
+
+@pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore")
+def test_an_encoder_with_attention_of_its_own_is_right_or_refused() -> None:
+    record = encoders.job("mpnet@reranker")
+    assert record["outcome"] == "right", record["reason"]
+    assert record["difference"] < compare.TOLERANCE
+
+
+def test_the_table_of_encoders_stands_behind_that_of_decoders() -> None:
+    records = {
+        "x@embedder": {"model_type": "x@embedder", "outcome": "right", "difference": 1e-6},
+        "x@reranker": {"model_type": "x@reranker", "outcome": "refused", "reason": "a|b"},
+    }
+    document = render.with_encoders("# Architectures\n\nfirst\n", records)
+    assert document.startswith("# Architectures\n\nfirst\n\n## Encoders\n")
+    assert "| x | right | 1.0e-06 | refused |  | a\\|b |" in document
+    assert render.with_encoders(document, records) == document
+    assert render.packaged(document) == {}
+    assert document.endswith(render.encoders_of(document))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_whole_sweep_of_encoders(tmp_path: Path) -> None:
+    out = tmp_path / "encoders.json"
+    encoders.main(["--out", str(out), "--jobs", "2"])
+    records: dict[str, run.Record] = json.loads(out.read_text())
+    assert {name for name, record in records.items() if record["outcome"] in render.BUGS} == set()
+    assert sum(record["outcome"] == "right" for record in records.values()) >= 80
 
 
 @pytest.mark.slow

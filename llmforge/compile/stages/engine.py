@@ -193,7 +193,7 @@ def _write_repository(
     """
     recipe, checkpoint = state.recipe, state.checkpoint
     made_of = {"checkpoint": f"{checkpoint.name} {checkpoint.digest}"}
-    if engine.config.encoder is not None:  # Triton's models generate
+    if engine.config.encoder is not None and engine.config.encoder.classifies:  # Triton's models embed or score
         return None, {}
     served = repository.TritonModel(recipe.name, state.target.kind, recipe.serving, engine.config, made_of)
     if BACKENDS[recipe.engine.backend].export_format is None:

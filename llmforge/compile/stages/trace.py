@@ -72,6 +72,7 @@ def _check_encoder(state: CompileState) -> None:
     spec = recipe.validation
     asked = [name for name in ("quality", "latency", "tasks", "behaviour") if getattr(spec, name) is not None]
     what = [f"validation.{name}" for name in asked] + [f"pass {step.name}" for step in state.steps]
+    what += [f"serving.{name}" for name in recipe.serving.of_language_models()]
     if recipe.engine.backend != "onnxruntime" or recipe.engine.tensor_parallel > 1 or state.target.kind != "cpu":
         what.append(f"engine {recipe.engine.backend} on {state.target.name}")
     if what:

@@ -241,6 +241,21 @@ class PoolSequences(Operator, domain=CANONICAL):
         self.require(self.sequence_starts.name == interface.SEQUENCE_STARTS, "sequences begin where the graph says")
 
 
+class SequenceSoftmax(Operator, domain=CANONICAL):
+    """Softmax of scores x [..., T, T] over the keys of each query's own sequence; other keys get 0."""
+
+    x = Input(FLOATS)
+    sequence_starts = Input(I32, 1)
+    y = Output()
+    stage = Stage.OWN_ATTENTION
+    precision = Precision.FP32
+    indivisible = "an encoder is not divided among ranks"
+
+    def check(self) -> None:
+        """Check that sequences begin where the graph says."""
+        self.require(self.sequence_starts.name == interface.SEQUENCE_STARTS, "sequences begin where the graph says")
+
+
 class CausalMask(Operator, domain=CANONICAL):
     """What a model adds to scores in attention code of its own, fp32 [batch, 1, queries, keys]; of a raw graph."""
 

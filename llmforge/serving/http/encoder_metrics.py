@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from llmforge.serving.encoder_engine import EncoderEngine
 from llmforge.serving.http.access import ServerState
 from llmforge.serving.http.metrics import CallMetrics, metrics_of_keys
-from llmforge.serving.protocol.metrics import COUNTERS, GAUGES
+from llmforge.serving.protocol.metrics import COUNTERS, GAUGES, SEQUENCES
 
 # Bounds in seconds, about two a factor of five: from one query to thousands of passages.
 _BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
@@ -37,7 +37,7 @@ class EncoderMetrics(CallMetrics):
             yield GaugeMetricFamily(name, text, value=getattr(stats, field))
         name = "llmforge_prompt_tokens_total"
         yield CounterMetricFamily(name, COUNTERS[name][0], value=stats.prompt_tokens)
-        yield CounterMetricFamily("llmforge_sequences", "Texts or pairs that ran", value=stats.sequences)
+        yield CounterMetricFamily(*SEQUENCES, value=stats.sequences)
         batches = CounterMetricFamily("llmforge_batches", "Runs of the model, by number of sequences", labels=["rows"])
         for rows, count in sorted(stats.batches.items()):
             batches.add_metric([str(rows)], count)

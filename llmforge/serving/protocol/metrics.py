@@ -30,6 +30,11 @@ GAUGES: Mapping[str, tuple[str, str]] = {
 }
 
 ANSWERS = "llmforge_answers", "Answers that ended, by reason"  # a counter: Prometheus has it as …_total
+SEQUENCES = "llmforge_sequences", "Texts or pairs that ran"  # of an encoder; a counter, too
+ARTIFACT = (  # of Triton's models: always 1; its labels tell
+    "llmforge_artifact_info",
+    "The artifact that is served; its verdict is not verified: only llmforge recomputes it",
+)
 TTFT = "llmforge_time_to_first_token_seconds", "From the arrival of a request to its first token"
 ITL = "llmforge_inter_token_latency_seconds", "Between two tokens of an answer"
 REFUSED, INVALID = "refused", "invalid"  # reasons of answers that never began: there is no room; it makes no sense

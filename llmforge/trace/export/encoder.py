@@ -2,7 +2,7 @@
 
 A trace has one row of tokens, [1, T], of several sequences. What a model computes of a token alone is right for all;
 attention and pooling are told where sequences begin, and positions come from outside. A head that scores reads the
-first token of each sequence, or the last one, as a row of its own: [sequences, 1, hidden].
+first token of each sequence, the last one, or their mean, as a row of its own: [sequences, 1, hidden].
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from llmforge.base.errors import UnsupportedError
+from llmforge.base.errors import UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint, Encoding
+from llmforge.ir import dialect, interface
 from llmforge.ir import graph as g
-from llmforge.ir import interface
 from llmforge.ir.operators import canonical, standard
 from llmforge.trace.canonicalize import simplification, token_axes, tokenwise
 from llmforge.trace.canonicalize.rewriting import insert
-from llmforge.trace.export import capture, pattern, skeleton, weights
+from llmforge.trace.export import capture, fallback, pattern, skeleton, weights
 from llmforge.trace.export.pattern import Irregular
-from llmforge.trace.hooks import experts, internals, rotary
+from llmforge.trace.hooks import experts, internals, languages, rotary
 from llmforge.trace.hooks.encoder_attention import EncoderAttentionHook
+from llmforge.trace.hooks.own_encoder import OwnEncoderAttention
 from llmforge.trace.hooks.symbolic import emit
 
 SEQUENCES = 3  # of the example inputs
@@ -42,6 +43,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
     "sigmoid": torch.sigmoid,
 }
+HEADS = {"cls": "cls", "bos": "cls", "mean": "mean"}  # what a head reads, as configurations name it → mode of pooling
 SMALLEST_NORM = 1e-12  # torch.nn.functional.normalize
 
 
@@ -84,6 +86,7 @@ class TracedEncoder(nn.Module):
         learns: bool,
     ) -> Tensor:
         """Run the model once; `learns`: only to see what it calls, before a trace."""
+        torch._check(input_ids.shape[1] == position_ids.shape[1])  # one symbol for both, before anything asks
         self._attention.begin(sequence_starts, learns=learns)
         self.rotary.step.position_ids = position_ids
         self.rotary.step.text_lengths = sequence_starts.long()  # nothing of an encoder reads it
@@ -91,7 +94,7 @@ class TracedEncoder(nn.Module):
         given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         given |= {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         taken = inspect.signature(base.forward).parameters
-        with self._attention.uniform, _positions(base, position_ids):
+        with self._attention.watching(position_ids), _positions(base, position_ids):
             given["attention_mask"] = torch.ones_like(input_ids)  # else positions are looked at for several sequences
             given = {name: value for name, value in given.items() if name in taken}
             output = base(**given)
@@ -126,14 +129,18 @@ class TracedEncoder(nn.Module):
         if isinstance(head, nn.Linear):  # of decoders, which read a sequence with its last token
             last: Tensor = head(self._pool(output.last_hidden_state, starts, "last"))
             return last
-        if (pooling := getattr(self.model.config, "classifier_pooling", "cls")) != "cls":
+        if (pooling := getattr(self.model.config, "classifier_pooling", "cls")) not in HEADS:
             raise UnsupportedError(
                 f"its head reads a sequence by classifier_pooling {pooling!r}",
                 hint="needed: a head behind llmforge::PoolSequences (docs/new-architecture.md)",
             )
-        picked = self._pool(output.last_hidden_state, starts, "cls").unsqueeze(1)
+        # The head takes its first token, or the mean of all of them, of one: it.
+        picked = self._pool(output.last_hidden_state, starts, HEADS[pooling]).unsqueeze(1)
         given = {"last_hidden_state": picked}
-        if isinstance(pooler := getattr(base, "pooler", None), nn.Module):
+        pooler: Any = getattr(base, "pooler", None)
+        if isinstance(pooler, nn.Linear):  # of a token's row, the activation beside it (ALBERT)
+            given["pooler_output"] = getattr(base, "pooler_activation", nn.Identity())(pooler(picked[:, 0]))
+        elif isinstance(pooler, nn.Module):
             given["pooler_output"] = pooler(picked)
         own = base.forward
         base.forward = lambda *args, **kwargs: type(output)(**given)
@@ -200,11 +207,38 @@ def reads_token_types(model: nn.Module) -> bool:
 def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
     """Trace the encoder of `checkpoint`, and attach its weights.
 
+    Where its attention cannot be substituted, the model's own is traced, and the metadata `interface.FALLBACK` of the
+    graph says why.
+
     Raises:
         CheckpointError: a parameter has no tensor, or one of another shape.
         UnsupportedError: it cannot be traced.
     """
-    attention = EncoderAttentionHook(checkpoint.geometry.context or UNBOUNDED)
+    try:
+        return _checked(_traced(checkpoint, encoding, EncoderAttentionHook))
+    except (UnsupportedError, VerificationError) as error:
+        reason = error
+    try:
+        fallback.refuse_unprovable(checkpoint)
+        graph = _traced(checkpoint, encoding, OwnEncoderAttention)
+        graph.metadata_props[interface.FALLBACK] = reason.message
+        return _checked(graph)
+    except (UnsupportedError, VerificationError) as error:
+        if error.message == reason.message:
+            raise reason from error
+        raise UnsupportedError(
+            f"{reason.message}; tracing the attention from its own code failed too: {error.message}", hint=reason.hint
+        ) from error
+
+
+def _checked(graph: ir.Model) -> ir.Model:
+    dialect.check(graph)
+    return graph
+
+
+def _traced(checkpoint: Checkpoint, encoding: Encoding, hook: type[EncoderAttentionHook]) -> ir.Model:
+    """Trace with this hook of attention, and attach the weights."""
+    attention = hook(checkpoint.geometry.context or UNBOUNDED)
     with (
         internals.torch_threads(1),
         attention.registered(),
@@ -213,6 +247,7 @@ def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
         model, mode = skeleton.build(checkpoint.config, attention.NAME, encoding)
         sources = weights.plan(model, checkpoint)
         weights.untie(model, sources)
+        languages.settle(model)
         with (
             internals.third_party("tracing"),
             torch.no_grad(),
@@ -221,6 +256,35 @@ def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
             with mode:
                 traced.run(*_inputs(traced), learns=True)
             graph = capture.translate(_export(traced), traced.inputs, [_output(encoding)])
+    bound = checkpoint.geometry.context
+    if isinstance(attention, OwnEncoderAttention):
+        simplification.canonicalize(graph, weights={capture.MODEL + name for name in model.state_dict()})
+        bound = attention.positions if attention.reads_distances else bound
+    else:
+        _canonicalize(graph)
+    weights.attach(graph, capture.MODEL, model, checkpoint, sources)
+    pattern.record(graph, Irregular("layers of encoders are all traced"))
+    if (sparse := _dense_up_to(model)) is not None:
+        bound = min(sparse, longest(model, bound) or sparse)
+        interface.record_limit(graph, interface.TextLimit(bound, "it reads longer texts by blocks"))
+    elif (tokens := longest(model, bound)) is not None:
+        interface.record_limit(graph, interface.TextLimit(tokens, "its positions end there"))
+    return graph
+
+
+def _dense_up_to(model: nn.Module) -> int | None:
+    """Return how many tokens a model reads with full attention that reads longer texts by blocks (BigBird).
+
+    transformers changes such a model for good once it has read a short text, so that no run would show it.
+    """
+    config: Any = model.config
+    if getattr(config, "attention_type", None) != "block_sparse":
+        return None
+    return int((5 + 2 * config.num_random_blocks) * config.block_size)  # BigBirdModel.forward
+
+
+def _canonicalize(graph: ir.Model) -> None:
+    """Bring a raw graph whose attention was substituted to the dialect."""
     simplification.canonicalize(graph)
     for product in standard.Gemm.all(graph):
         token_axes.multiply(product)
@@ -229,11 +293,6 @@ def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
     g.drop_unused(graph)
     simplification.name_nodes(graph)
     tokenwise.check(graph)
-    weights.attach(graph, capture.MODEL, model, checkpoint, sources)
-    pattern.record(graph, Irregular("layers of encoders are all traced"))
-    if (tokens := longest(model, checkpoint.geometry.context)) is not None:
-        interface.record_limit(graph, interface.TextLimit(tokens, "its positions end there"))
-    return graph
 
 
 def _turn_alone(graph: ir.Model, layer: standard.RotaryEmbedding) -> None:

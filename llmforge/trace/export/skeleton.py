@@ -14,6 +14,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -38,7 +39,7 @@ def build(
         NotADecoder: it is an encoder-decoder.
         UnsupportedError: transformers has no causal language model for `config`, or it does not take `attention`.
     """
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder and not _encodes_alone(config):
         raise NotADecoder(
             "it is an encoder-decoder; decoder-only models are supported",
             hint="needed: a graph of the encoder beside that of the decoder, and a cache for attention between them",
@@ -73,7 +74,7 @@ def on_meta(config: PretrainedConfig, attention: str | None, encoding: Encoding 
     Raises:
         ValueError: transformers has no causal language model for `config`, or it does not take `attention`.
     """
-    make: Callable[..., PreTrainedModel] = _auto_class(encoding).from_config  # untyped in transformers
+    make: Callable[..., PreTrainedModel] = _auto_class(encoding, config).from_config  # untyped in transformers
     own = copy.deepcopy(config)  # from_config writes `attention` and the dtype into what it is given
     with _MAKING, internals.parameters_on_meta():
         model = make(own, attn_implementation=attention, dtype=torch.float32)
@@ -97,7 +98,7 @@ def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedMode
         sources = weights.plan(dense, checkpoint)
         stored_matrix.give_weights(dense, checkpoint, sources, without=(), in_memory=True)
         return dense
-    read: Callable[..., Any] = _auto_class(encoding).from_pretrained
+    read: Callable[..., Any] = _auto_class(encoding, checkpoint.config).from_pretrained
     with _MAKING, internals.no_progress_bars(), internals.quiet("transformers", logging.ERROR):
         loaded: tuple[PreTrainedModel, Mapping[str, Any]] = read(
             checkpoint.path,
@@ -121,10 +122,17 @@ def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedMode
     return model
 
 
-def _auto_class(encoding: Encoding | None) -> Any:
+def _encodes_alone(config: PretrainedConfig) -> bool:
+    """Say whether a checkpoint is the encoder of an encoder-decoder (`T5EncoderModel`)."""
+    return any(str(name).endswith("EncoderModel") for name in config.architectures or ())
+
+
+def _auto_class(encoding: Encoding | None, config: PretrainedConfig) -> Any:
     """Choose the class of transformers that makes a model for what is wanted of it."""
     if encoding is None:
         return AutoModelForCausalLM
+    if encoding.kind == "embedder" and _encodes_alone(config):
+        return AutoModelForTextEncoding
     return AutoModel if encoding.kind == "embedder" else AutoModelForSequenceClassification
 
 
@@ -133,7 +141,7 @@ def _shape_to(model: PreTrainedModel, encoding: Encoding | None) -> None:
     if encoding is None or encoding.kind != "embedder":
         return
     if isinstance(getattr(model, "pooler", None), nn.Module):  # of the first token, for a head that is not there
-        model._modules["pooler"] = None
+        model._modules["pooler"] = nn.Identity()  # not None: some models call it whatever it is
     for layer in encoding.dense:
         linear = nn.Linear(layer.inputs, layer.outputs, bias=layer.bias)
         model.add_module(layer.folder, nn.ModuleDict({"linear": linear}))

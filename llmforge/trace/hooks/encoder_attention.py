@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,10 @@ class EncoderAttentionHook(AttentionHook):
         """Begin one run of the model, over sequences that begin at these tokens."""
         self.sequence_starts, self.learns = sequence_starts, learns
         self.attentions = 0  # that have run
+
+    def watching(self, position_ids: Tensor) -> AbstractContextManager[object]:
+        """Follow what the model computes, in a run with these positions [1, T]."""
+        return self.uniform
 
     def mask(self, *, mask_function: masks.MaskFunction, attention_mask: object = None, **kwargs: Any) -> Any:
         """Describe the mask that transformers asks for, instead of building it."""

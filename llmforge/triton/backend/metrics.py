@@ -14,7 +14,7 @@ import triton_python_backend_utils as pb_utils
 
 from llmforge.base.errors import ForgeError
 from llmforge.serving.interface import EngineStats
-from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, INVALID, ITL, REFUSED, TTFT, refusal
+from llmforge.serving.protocol.metrics import ANSWERS, ARTIFACT, COUNTERS, GAUGES, INVALID, ITL, REFUSED, TTFT, refusal
 
 PERIOD_S = 0.5
 # Seconds. A first token takes as long as its prompt is, a later one as long as a step.
@@ -22,7 +22,6 @@ TTFT_BUCKETS = [0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60
 ITL_BUCKETS = [0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5]
 
 HISTOGRAMS = {TTFT[0]: (TTFT[1], TTFT_BUCKETS), ITL[0]: (ITL[1], ITL_BUCKETS)}
-ARTIFACT = "llmforge_artifact_info"  # always 1; its labels tell
 
 
 class _Total:
@@ -61,12 +60,11 @@ class Metrics:
         self._answers = pb_utils.MetricFamily(
             name=f"{ANSWERS[0]}_total", description=ANSWERS[1], kind=pb_utils.MetricFamily.COUNTER
         )
-        self._families[ARTIFACT] = pb_utils.MetricFamily(
-            name=ARTIFACT,
-            description="The artifact that is served; its verdict is not verified: only llmforge recomputes it",
-            kind=pb_utils.MetricFamily.GAUGE,
+        name, description = ARTIFACT
+        self._families[name] = pb_utils.MetricFamily(
+            name=name, description=description, kind=pb_utils.MetricFamily.GAUGE
         )
-        self._artifact = self._families[ARTIFACT].Metric(labels={**self._labels, **artifact})
+        self._artifact = self._families[name].Metric(labels={**self._labels, **artifact})
         self._artifact.set(1)
         self._finished: dict[str, _Total] = {}
         self._refused = {REFUSED: 0, INVALID: 0}

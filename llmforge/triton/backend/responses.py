@@ -18,13 +18,14 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 from tokenizers import Tokenizer
 
-from llmforge.base.errors import EnvironmentLacks, ForgeError, InputError, Unavailable, UnsupportedError, UsageError
+from llmforge.base.errors import ForgeError
 from llmforge.runtime.sampling.sampler import TokenLogprob
 from llmforge.serving.interface import Serving
 from llmforge.serving.protocol.answer import AnswerPiece, AnswerReader, call_deltas, text_of, whole_calls
 from llmforge.serving.request import Chunk
 from llmforge.serving.sequence import Ticket
 from llmforge.triton.backend import signature
+from llmforge.triton.backend.failures import failed
 from llmforge.triton.backend.inputs import InferenceRequest
 from llmforge.triton.backend.metrics import Metrics
 from llmforge.triton.backend.signature import TensorSpec
@@ -198,19 +199,8 @@ class ResponseSender:
 
 
 def fail(sender: Any, error: ForgeError) -> None:
-    """End a request with an error, which clients see with its hint.
-
-    Over HTTP Triton 2.51 gives every error the status 400: what is no fault of the client's says so by its first word.
-    """
-    code, kind = pb_utils.TritonError.INTERNAL, "internal: "
-    if isinstance(error, Unavailable):
-        code, kind = pb_utils.TritonError.UNAVAILABLE, "unavailable: "
-    elif isinstance(error, UsageError | InputError):
-        code, kind = pb_utils.TritonError.INVALID_ARG, ""
-    elif isinstance(error, UnsupportedError | EnvironmentLacks):
-        code, kind = pb_utils.TritonError.UNSUPPORTED, ""
-    response = pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{kind}{error}", code))
-    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    """End a request with an error."""
+    sender.send(failed(error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
 def _tensor(spec: TensorSpec, value: Any) -> Any:

@@ -30,24 +30,48 @@ class ModelSettings:
     engine: EngineOptions = dataclasses.field(default_factory=EngineOptions)
 
 
+@dataclass(frozen=True)
+class EncoderSettings:
+    """How a model that embeds or scores is loaded; the fields are those of `ModelSettings`."""
+
+    artifact: str
+    allow: str | None = None
+    threads: int | None = None
+
+
 def read(parameters: Mapping[str, Mapping[str, str]]) -> ModelSettings:
     """Read settings from the model's configuration: `{name: {"string_value": text}}`.
 
     Raises:
         UsageError: a parameter is unknown, missing, or not what it has to be.
     """
-    texts = {name: value["string_value"] for name, value in parameters.items() if name not in _TRITONS_OWN}
     own = {f.name: str(f.type) for f in dataclasses.fields(ModelSettings) if f.name != "engine"}
     options = {f.name: str(f.type) for f in dataclasses.fields(EngineOptions)}
-    if unknown := sorted(texts.keys() - own.keys() - options.keys()):
+    given = _read(parameters, own | options)
+    engine = EngineOptions(**{name: value for name, value in given.items() if name in options})
+    return ModelSettings(**{name: value for name, value in given.items() if name in own}, engine=engine)
+
+
+def read_encoder(parameters: Mapping[str, Mapping[str, str]]) -> EncoderSettings:
+    """Read the settings of a model that embeds or scores.
+
+    Raises:
+        UsageError: as `read`.
+    """
+    return EncoderSettings(**_read(parameters, {f.name: str(f.type) for f in dataclasses.fields(EncoderSettings)}))
+
+
+def _read(parameters: Mapping[str, Mapping[str, str]], known: Mapping[str, str]) -> dict[str, Any]:
+    """Read parameters whose names and annotations are `known`; `artifact` is one of them."""
+    texts = {name: value["string_value"] for name, value in parameters.items() if name not in _TRITONS_OWN}
+    if unknown := sorted(texts.keys() - known.keys()):
         raise UsageError(
-            f"config.pbtxt: unknown parameters {', '.join(unknown)}; known: {', '.join([*own, *options])}",
+            f"config.pbtxt: unknown parameters {', '.join(unknown)}; known: {', '.join(known)}",
             hint="write the model repository again with the llmforge that built the artifact",
         )
     if "artifact" not in texts:
         raise UsageError("config.pbtxt: the parameter artifact is missing")
-    engine = EngineOptions(**{name: _value(name, texts[name], kind) for name, kind in options.items() if name in texts})
-    return ModelSettings(**{name: _value(name, texts[name], own[name]) for name in own if name in texts}, engine=engine)
+    return {name: _value(name, texts[name], kind) for name, kind in known.items() if name in texts}
 
 
 def _value(name: str, text: str, annotation: str) -> Any:
