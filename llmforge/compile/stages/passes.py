@@ -15,7 +15,7 @@ from llmforge import calibration
 from llmforge.base import spans
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import documents
-from llmforge.compile import dry_run, lock, retreats
+from llmforge.compile import dry_run, encoder_texts, lock, retreats
 from llmforge.compile.answered import answering
 from llmforge.compile.cached_passes import PassChain
 from llmforge.compile.lossy_parts import LossyStep
@@ -77,10 +77,16 @@ def _run_all(state: CompileState) -> Pass | None:
     state.notes += statistics.notes if statistics is not None else ()
     state.notes += state.texts.notes
     lossy = any(step.numerics is Numerics.LOSSY for step in state.steps)
-    chosen = [window.ids for window in state.texts.budget_windows()] if lossy else []
+    encoder = None
+    if checkpoint.encoding is not None:
+        retrieval = recipe.validation.retrieval
+        read = encoder_texts.of_budget(checkpoint, retrieval, recipe.engine.max_context) if lossy else encoder_texts.NONE
+        encoder, chosen = (checkpoint.encoding, read), read.ids
+    else:
+        chosen = [window.ids for window in state.texts.budget_windows()] if lossy else []
     promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
     threads = recipe.engine.threads or physical_cores()
-    prover = PassProver(state.checked.out / recipe.name / ".failed", promised, chosen, threads, proofs)
+    prover = PassProver(state.checked.out / recipe.name / ".failed", promised, chosen, threads, proofs, encoder)
     chain = PassChain.of(state.reuse, checkpoint, state.calibration.key, promised, chosen, threads, state.adapters)
     state.notes += _coverage(state.model)
     scratch = Scratch(state.staging.parent)

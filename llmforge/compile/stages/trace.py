@@ -57,20 +57,20 @@ def _check_encoder(state: CompileState) -> None:
     """Return if the recipe asks nothing of an encoder that language models alone have.
 
     Raises:
-        UnsupportedError: passes, engines and measurements of tokens are not for what embeds or scores.
+        UnsupportedError: engines and measurements of tokens are not for what embeds or scores.
     """
     recipe, encoding = state.recipe, state.checkpoint.encoding
     if encoding is None:
         return
     spec = recipe.validation
     asked = [name for name in ("quality", "latency", "tasks", "behaviour") if getattr(spec, name) is not None]
-    what = [f"validation.{name}" for name in asked] + [f"pass {step.name}" for step in state.steps]
+    what = [f"validation.{name}" for name in asked]
     if recipe.engine.backend != "onnxruntime" or recipe.engine.tensor_parallel > 1 or state.target.kind != "cpu":
         what.append(f"engine {recipe.engine.backend} on {state.target.name}")
     if what:
         raise UnsupportedError(
             f"{state.checkpoint.name} is {encoding.title}, of which llmforge does not support: {', '.join(what)}",
-            hint="an encoder is built for ONNX Runtime on one CPU, without passes; `validation.retrieval` measures it",
+            hint="an encoder is built for ONNX Runtime on one CPU; `validation.retrieval` measures it",
         )
 
 
