@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import onnx_ir as ir
@@ -9,13 +10,15 @@ import onnx_ir as ir
 from llmforge import calibration
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.compile import dry_run, lock, unused_modules
+from llmforge.compile import dry_run, encoder_calibration, lock, unused_modules
 from llmforge.compile.frontend import Frontend
 from llmforge.compile.stages.engine import placed
 from llmforge.compile.state import CompileState
 from llmforge.ir import dialect, interface
 from llmforge.measure import footprint
 from llmforge.planning import source
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.statistics import Demand
 from llmforge.rewrite import pruning
 from llmforge.runtime.config import physical_cores
 from llmforge.trace.export import kept_graph
@@ -39,7 +42,7 @@ def trace_model(state: CompileState) -> None:
         target=state.target,
         spec=placed(state.recipe, state.target)[0],
         checkpoint=checkpoint,
-        calibrated=calibration.plan(checkpoint, state.demands, dialect.caches(model)) if state.demands else {},
+        calibrated=planned(checkpoint, model, state.demands),
         adapters=state.adapters,
     )
     state.notes += _notes(state, model)
@@ -51,6 +54,19 @@ def trace_model(state: CompileState) -> None:
     threads = state.recipe.engine.threads or physical_cores()
     prove = partial(_prove, checkpoint, traced, threads, state.reuse.frontend)
     state.trace_proof = state.reuse.trace_proof(checkpoint, traced, threads, progress, state.overlap.proofs, prove)
+
+
+def planned(checkpoint: Checkpoint, model: ir.Model, demands: Sequence[Demand]) -> dict[str, Grid]:
+    """Name the weights that calibration will quantize, with their grids.
+
+    Raises:
+        UnsupportedError: calibration cannot serve `demands`.
+    """
+    if not demands:
+        return {}
+    if checkpoint.encoding is not None:
+        return encoder_calibration.plan(model, demands)
+    return calibration.plan(checkpoint, demands, dialect.caches(model))
 
 
 def _check_encoder(state: CompileState) -> None:
