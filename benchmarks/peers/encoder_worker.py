@@ -64,7 +64,9 @@ def quantize(source: str, file: str) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     large = Path(source).with_suffix(".onnx_data").exists() or Path(source + "_data").exists()
-    quantize_dynamic(source, file, weight_type=QuantType.QInt8, per_channel=True, use_external_data_format=large)
+    options = {"DefaultTensorType": 1}  # what fused operators give: fp32
+    given = {"per_channel": True, "use_external_data_format": large, "extra_options": options}
+    quantize_dynamic(source, file, weight_type=QuantType.QInt8, **given)
 
 
 def _inputs(names: set[str], batch: int, length: int) -> dict[str, Any]:

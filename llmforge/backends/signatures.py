@@ -32,7 +32,7 @@ def vocabulary(model: ir.Model) -> int:
 
 def encoder(model: ir.Model, encoding: Encoding, max_context: int) -> EncoderConfig:
     """Say of the graph of an encoder what a runtime must know."""
-    [output] = model.graph.outputs
+    output = model.graph.outputs[0]
     limits = [max_context, *([] if encoding.max_tokens is None else [encoding.max_tokens])]
     if (limit := interface.recorded_limit(model)) is not None:
         limits.append(limit.tokens)
