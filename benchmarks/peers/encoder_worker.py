@@ -1,6 +1,6 @@
 """One side of benchmarks/encoders.py, run by the Python that has its runtime.
 
-    python encoder_worker.py make SHAPE FOLDER               a checkpoint of random weights (transformers)
+    python encoder_worker.py make SHAPE FOLDER LAYERS        a checkpoint of random weights (transformers)
     python encoder_worker.py export FOLDER MODEL.onnx        optimum's export, task feature-extraction
     python encoder_worker.py optimize IN.onnx OUT.onnx HEADS HIDDEN   ONNX Runtime's own fusions of BERT
     python encoder_worker.py quantize IN.onnx OUT.onnx       ONNX Runtime's dynamic int8 (quantize_dynamic)
@@ -26,17 +26,17 @@ VOCABULARY = 30522  # BERT's, of Qwen3's shape too: a lookup takes as long in an
 Run = Callable[[Any], Any]
 
 
-def make(shape: str, folder: str) -> None:
-    """Write a checkpoint of random weights."""
+def make(shape: str, folder: str, layers: str) -> None:
+    """Write a checkpoint of random weights: bert-base, or the shape of Qwen3-Embedding-0.6B, of so many layers."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     if shape == "bert-base":
-        model = transformers.BertModel(transformers.BertConfig(), add_pooling_layer=False)
+        model = transformers.BertModel(transformers.BertConfig(num_hidden_layers=int(layers)), add_pooling_layer=False)
     else:
         config = transformers.Qwen3Config(
-            vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+            vocab_size=VOCABULARY, hidden_size=1024, intermediate_size=3072, num_hidden_layers=int(layers),
             num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=32768,
             rope_theta=1e6, rms_norm_eps=1e-6, tie_word_embeddings=True,
         )  # fmt: skip
