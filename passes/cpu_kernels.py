@@ -120,7 +120,8 @@ class CpuKernels(CpuKernelsTraits, Pass):
             skip_if(cpu_channels.reason_against(layer))
             return cpu_channels.lower(model, layer, context.scratch)
 
-        rewrite_each(found, multiply_channels, changes)
+        if rewrite_each(found, multiply_channels, changes):
+            graph.drop_unused(model)  # what rounded their inputs reads norms, too
         layers: dict[contrib.MatMulNBits | cpu.CpuLinear, str | None] = {
             **{layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)},
             **{layer: None for layer in cpu.CpuLinear.all(model) if cpu_linear.plain(layer)},
