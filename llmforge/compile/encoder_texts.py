@@ -20,7 +20,7 @@ NONE = EncoderTexts((), ())
 
 
 def of_budget(checkpoint: Checkpoint, spec: RetrievalSpec | None, max_context: int) -> EncoderTexts:
-    """Choose queries and passages of what retrieval is measured on, else of the corpus that ships; of a reranker, pairs."""
+    """Choose queries and passages, of a reranker pairs, of what retrieval is measured on, else of what ships."""
     found = corpus.shipped() if spec is None else spec.corpus()
     encoding, limit = checkpoint.encoding, _longest(checkpoint, max_context)
     assert encoding is not None

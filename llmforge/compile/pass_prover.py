@@ -14,9 +14,9 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmforge.checkpoint import Encoding
 from llmforge.compile.cached_passes import CachedPass
 from llmforge.compile.overlap import PendingProof, ProofPool
-from llmforge.checkpoint import Encoding
 from llmforge.gates import records
 from llmforge.rewrite.pass_base import Changes, Numerics, Pass
 from llmforge.verification.encoder_passes import EncoderTexts, EncoderVerifier

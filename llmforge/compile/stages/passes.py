@@ -80,7 +80,9 @@ def _run_all(state: CompileState) -> Pass | None:
     encoder = None
     if checkpoint.encoding is not None:
         retrieval = recipe.validation.retrieval
-        read = encoder_texts.of_budget(checkpoint, retrieval, recipe.engine.max_context) if lossy else encoder_texts.NONE
+        read = (
+            encoder_texts.of_budget(checkpoint, retrieval, recipe.engine.max_context) if lossy else encoder_texts.NONE
+        )
         encoder, chosen = (checkpoint.encoding, read), read.ids
     else:
         chosen = [window.ids for window in state.texts.budget_windows()] if lossy else []
