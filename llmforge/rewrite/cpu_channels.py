@@ -3,8 +3,8 @@
     y = t·(r·DequantizeLinear(codes, scales)) + b,     becomes  y = llmforge.cpu::Linear(x, W', b)
     r = DequantizeLinear(QuantizeLinear(x / t, 1), 1)
 
-The kernel rounds each row of `x` [.., K] by its own largest magnitude, as `t` says, where its blocks are whole rows: `W'`
-holds the codes [N, K] with 128 added to each, in one block of K columns, and the scale of each row.
+The kernel rounds each row of `x` [.., K] by its own largest magnitude, as `t` says, where its blocks are whole rows:
+`W'` holds the codes [N, K] with 128 added to each, in one block of K columns, and the scale of each row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Proofs of passes over an encoder: the same embeddings or scores, the same but for rounding, or within a budget.
 
-Both graphs run whole, on sequences side by side: short ones of unequal lengths, at every border of a window ± 1, and the
-longest one. What a lossy pass costs is a divergence of what texts are told apart by, in nats a text: of an embedder, of
+Both graphs run whole, on sequences side by side: short ones of unequal lengths, at every border of a window ± 1, and
+the longest one. What a lossy pass costs is a divergence of what texts are told apart by, in nats a text: of an embedder, of
 the distribution over the other texts that cosines make (a softmax, as in training by contrast), of a reranker, of the
 labels of a pair.
 """

@@ -79,10 +79,9 @@ def _run_all(state: CompileState) -> Pass | None:
     lossy = any(step.numerics is Numerics.LOSSY for step in state.steps)
     encoder = None
     if checkpoint.encoding is not None:
-        retrieval = recipe.validation.retrieval
-        read = (
-            encoder_texts.of_budget(checkpoint, retrieval, recipe.engine.max_context) if lossy else encoder_texts.NONE
-        )
+        read, spec = encoder_texts.NONE, recipe.validation.retrieval
+        if lossy:
+            read = encoder_texts.of_budget(checkpoint, spec, recipe.engine.max_context)
         encoder, chosen = (checkpoint.encoding, read), read.ids
     else:
         chosen = [window.ids for window in state.texts.budget_windows()] if lossy else []

@@ -81,6 +81,7 @@ def _check_encoder(state: CompileState) -> None:
     spec = recipe.validation
     asked = [name for name in ("quality", "latency", "tasks", "behaviour") if getattr(spec, name) is not None]
     what = [f"validation.{name}" for name in asked]
+    what += [f"retreat of {step.name}" for step in state.steps if step.may_retreat is not None]
     if recipe.engine.backend != "onnxruntime" or recipe.engine.tensor_parallel > 1 or state.target.kind != "cpu":
         what.append(f"engine {recipe.engine.backend} on {state.target.name}")
     if what:
