@@ -177,7 +177,7 @@ class Rewriting:
         layer.node.name = f"{name}.replaced"
         lowered = cpu.CpuLinear.insert(graph.producer(last), operands, attributes, name=name)
         graph.replace_value(last, lowered.output)
-        taken = {"RMSNormalization": norm, "gated activation": gate, "activation": alone}
+        taken: dict[str, object] = {"RMSNormalization": norm, "gated activation": gate, "activation": alone}
         taken |= {"residual Add": residual, "bias": bias}
         besides = [what for what, value in taken.items() if value is not None]
         what = f"Linear of {grid.bits} bits, [{n}, {k}]{', activations int8x2' if terms == 2 else ''}"

@@ -1,9 +1,9 @@
 """Proofs of passes over an encoder: the same embeddings or scores, the same but for rounding, or within a budget.
 
 Both graphs run whole, on sequences side by side: short ones of unequal lengths, at every border of a window ± 1, and
-the longest one. What a lossy pass costs is a divergence of what texts are told apart by, in nats a text: of an embedder, of
-the distribution over the other texts that cosines make (a softmax, as in training by contrast), of a reranker, of the
-labels of a pair.
+the longest one. What a lossy pass costs is a divergence of what texts are told apart by, in nats a text: of an
+embedder, of the distribution over the other texts that cosines make (a softmax, as in training by contrast), of a
+reranker, of the labels of a pair.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmforge.backends.onnxruntime.encoder import OnnxEncoder
 from llmforge.base.errors import VerificationError
 from llmforge.checkpoint import Encoding
 from llmforge.ir.operators.canonical import EncoderAttention
@@ -75,7 +76,7 @@ class EncoderVerifier(Verifier):
         """Hold a pass that keeps what the graph gives to that, on whole graphs."""
         tolerance = 0.0 if step.numerics is Numerics.EXACT else self._tolerance
         before, changed = (self._open(model) for model in (self._before.model, after.model))
-        most, names = 0.0, []
+        most, names = 0.0, list[str]()
         for run in self._runs(after):
             types = run.types if before.config.token_types else None
             expected, made = (graph.encode(run.sequences, types) for graph in (before, changed))
@@ -107,7 +108,8 @@ class EncoderVerifier(Verifier):
     def _runs(self, after: GraphSnapshot) -> list[encoder_runs.EncoderRun]:
         """Draw what both graphs run on; a pass cannot know what is drawn."""
         model = self._before.model
-        layers = [*EncoderAttention.all(model), *CpuEncoderAttention.all(model)]
+        layers: list[EncoderAttention | CpuEncoderAttention] = [*EncoderAttention.all(model)]
+        layers += CpuEncoderAttention.all(model)
         sides = {side for layer in layers for side in (layer.left, layer.right) if side > 0}
         borders = {border for side in sides for border in (side + 1, 2 * side + 1)} | {64, 128}
         most = min(encoder_runs.interface_limit(model), self._promises.context)
@@ -127,7 +129,7 @@ class EncoderVerifier(Verifier):
         assert made is not None
         return made
 
-    def _open(self, model: ir.Model) -> encoder_runs.OnnxEncoder:
+    def _open(self, model: ir.Model) -> OnnxEncoder:
         return encoder_runs.open_graph(model, self._encoding, self._threads, self._weights)
 
 
