@@ -3,6 +3,8 @@
     y = r + MatMulNBits(RMSNormalization(x)·…, W) + b   becomes  y = llmforge.cpu::Linear(x, W', b, norm, r)
     y = f(gate)·up of Split(MatMulNBits(x, W))          becomes  y = llmforge.cpu::Linear(x, W', activation=f)
     e = GatherBlockQuantized(codes, ids, scales)        becomes  e = llmforge.cpu::Embedding(ids, W')
+    y = f(MatMulNBits(x, W) + b)                        becomes  y = llmforge.cpu::Linear(x, W', b, activation=f)
+    y = t·(r·DequantizeLinear(codes, scales)) + b       becomes  y = llmforge.cpu::Linear(x, W', b)
     y, … = com.microsoft::GroupQueryAttention(RMSNormalization of heads, …)
                                                         becomes  y, … = llmforge.cpu::GroupQueryAttention[Int8](qkv, …)
     y, … = llmforge::LatentAttention(q, latent, up, …)  becomes  y, … = llmforge.cpu::LatentAttention[Int8](q, …)
@@ -19,6 +21,8 @@ the one behind.
 
 Fires for
 - every plain Linear that quantize-weights wrote,
+- every product of int8 channels with activations rounded token by token (quantize-channels, `activations: per_token`),
+  K a multiple of 32: rows of both are single blocks,
 - every MatMulNBits of `accuracy_level` 4 in blocks of 32 or more that divide K,
 - every GatherBlockQuantized whose table has such blocks,
 - every LowRankAdapter in fp32,
@@ -43,8 +47,9 @@ from pydantic.dataclasses import dataclass
 from llmforge import native
 from llmforge.ir import graph
 from llmforge.ir.operators import canonical, contrib, cpu
+from llmforge.ir.operators.standard import MatMul
 from llmforge.quantization.statistics import exclusion
-from llmforge.rewrite import cpu_attention, cpu_linear
+from llmforge.rewrite import cpu_attention, cpu_channels, cpu_linear
 from llmforge.rewrite.declared import CpuKernelsTraits
 from llmforge.rewrite.pass_base import Budget, Changes, Context, Numerics, Pass, Skipped
 from llmforge.rewrite.patterns import rewrite_each, skip_if
@@ -109,6 +114,14 @@ class CpuKernels(CpuKernelsTraits, Pass):
             return Changes(notes=[FALLBACK], skipped=left)
         native.require()
         changes = Changes()
+        found = [each for each in map(cpu_channels.ChannelProduct.of, MatMul.all(model)) if each is not None]
+
+        def multiply_channels(layer: cpu_channels.ChannelProduct) -> str:
+            skip_if(cpu_channels.reason_against(layer))
+            return cpu_channels.lower(model, layer, context.scratch)
+
+        if rewrite_each(found, multiply_channels, changes):
+            graph.drop_unused(model)  # what rounded their inputs reads norms, too
         layers: dict[contrib.MatMulNBits | cpu.CpuLinear, str | None] = {
             **{layer: cpu_linear.reason_against(layer) for layer in contrib.MatMulNBits.all(model)},
             **{layer: None for layer in cpu.CpuLinear.all(model) if cpu_linear.plain(layer)},

@@ -5,8 +5,9 @@
 `Wq` is [K, Nq], `Wk` and `Wv` are [K, Nkv], `W` is [K, Nq + 2·Nkv]. Biases [N] are stacked likewise and added before
 the Split. The activations are read once instead of three times, and a decode step has one larger product.
 
-Fires for every `llmforge::Attention` and `com.microsoft::GroupQueryAttention` whose query, key and value come, each
-through rotary embedding, per-head normalization and reshapes or directly, from three linear layers that
+Fires for every `llmforge::Attention`, `llmforge::EncoderAttention` and `com.microsoft::GroupQueryAttention` whose
+query, key and value come, each through rotary embedding, per-head normalization and reshapes or directly, from three
+linear layers that
 - read the same tensor,
 - own their initializers (nothing else reads them),
 - all have a bias or all have none.
@@ -55,7 +56,7 @@ def _pack(attention: ir.Node) -> Rewritten | None:
 
 def _operands(node: ir.Node) -> Mapping[str, ir.Value | None] | None:
     """Return what an attention reads, by role; None where `node` is something else."""
-    if (own := canonical.Attention.of(node)) is not None:
+    if (own := canonical.Attention.of(node) or canonical.EncoderAttention.of(node)) is not None:
         return {"query": own.q, "key": own.k, "value": own.v}
     if (gqa := contrib.GroupQueryAttention.of(node)) is not None:
         return {"query": gqa.query, "key": gqa.key, "value": gqa.value}

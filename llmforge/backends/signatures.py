@@ -13,7 +13,7 @@ from llmforge.backends.engines import BuildRequest
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Encoding
 from llmforge.ir import graph, interface, operators
-from llmforge.ir.operators import contrib
+from llmforge.ir.operators import contrib, cpu
 from llmforge.runtime.config import FORMAT, PluginFacts, RuntimeConfig, SessionOptions
 from llmforge.runtime.encoder import EncoderConfig
 from llmforge.runtime.signature import CacheInput
@@ -23,6 +23,8 @@ def vocabulary(model: ir.Model) -> int:
     """Read the number of logits off the output [batch, rows, vocabulary]; of an encoder, the rows of its table."""
     if interface.encodes(model):
         reads = graph.input_named(model, interface.INPUT_IDS).uses()
+        if own := [table.N for node, _ in reads if (table := cpu.Embedding.of(node)) is not None]:
+            return max(own)
         tables = [value for node, _ in reads for value in node.inputs if value is not None and value.is_initializer()]
         return max(graph.static(table)[0] for table in tables)
     return graph.width(graph.output_named(model, interface.LOGITS))
@@ -30,7 +32,7 @@ def vocabulary(model: ir.Model) -> int:
 
 def encoder(model: ir.Model, encoding: Encoding, max_context: int) -> EncoderConfig:
     """Say of the graph of an encoder what a runtime must know."""
-    [output] = model.graph.outputs
+    output = model.graph.outputs[0]
     limits = [max_context, *([] if encoding.max_tokens is None else [encoding.max_tokens])]
     if (limit := interface.recorded_limit(model)) is not None:
         limits.append(limit.tokens)

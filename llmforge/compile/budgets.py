@@ -30,7 +30,7 @@ def exceeded(state: CompileState) -> list[Excess]:
 def attributed(state: CompileState, excess: Excess) -> Excess:
     """Tell in which layers it was lost, where that takes no longer than some runs of a graph."""
     lossy = next((each for each in state.lossy_steps if each.number == excess.number), None)
-    if lossy is None:
+    if lossy is None or state.checkpoint.encoding is not None:  # layers of encoders are not told apart
         return excess
     state.clock.stage(f"Attribute the excess of {excess.done.name}")
     shares = attribution.layer_shares(

@@ -14,10 +14,12 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
+from llmforge.checkpoint import Encoding
 from llmforge.compile.cached_passes import CachedPass
 from llmforge.compile.overlap import PendingProof, ProofPool
 from llmforge.gates import records
 from llmforge.rewrite.pass_base import Changes, Numerics, Pass
+from llmforge.verification.encoder_passes import EncoderTexts, EncoderVerifier
 from llmforge.verification.promises import Promises
 from llmforge.verification.reports import GraphSnapshot
 from llmforge.verification.verifier import Verifier
@@ -35,6 +37,7 @@ class PassProver:
     texts: Sequence[NDArray[np.int64]]
     threads: int
     proofs: ProofPool
+    encoder: tuple[Encoding, EncoderTexts] | None = None  # what an encoder gives, and the texts of its budgets
     _last: GraphSnapshot | None = None  # the graph as it is now; None: after a pass that was not proven
     _verifier: Callable[[], Verifier] | None = None  # makes it when a proof first asks
     _previous: PendingProof[Any] | None = None  # which the next proof waits for
@@ -89,6 +92,10 @@ class PassProver:
 
         @cache
         def made() -> Verifier:
+            if self.encoder is not None:
+                encoding, read = self.encoder
+                given: dict[str, Any] = {"promises": self.promises, "folder": self.folder, "threads": self.threads}
+                return EncoderVerifier(before, encoding, read=read, **given)
             return Verifier(before, promises=self.promises, folder=self.folder, texts=self.texts, threads=self.threads)
 
         def locked() -> Verifier:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmforge import calibration, passes, targets
+from llmforge import passes, targets
 from llmforge.base.errors import UnsupportedError
 from llmforge.base.progress import Progress
 from llmforge.cache import Cache
@@ -10,7 +10,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.compile import dry_run
 from llmforge.compile.reuse import Reuse
 from llmforge.compile.stages.engine import placed
-from llmforge.ir import dialect
+from llmforge.compile.stages.trace import planned
 from llmforge.planning.choice import Tried
 from llmforge.recipe import Recipe
 from llmforge.rewrite import pruning
@@ -32,7 +32,7 @@ def run(recipe: Recipe, *, cache: Cache, progress: Progress) -> Tried:
     steps = recipe.instantiate(passes.ALL)
     demands = [pruning.bound(demand, model) for step in steps for demand in step.demands()]
     try:
-        calibrated = calibration.plan(checkpoint, demands, dialect.caches(model)) if demands else {}
+        calibrated = planned(checkpoint, model, demands)
     except UnsupportedError as error:
         return Tried(uncalibrated=error.message.replace(str(checkpoint.path), "the model"))
     idle: dict[str, str] = {}

@@ -83,13 +83,19 @@ typedef struct Linear {
     int activation;        /* ACTIVATION_* */
     const float *bias;     /* [n] in the order of the rows, or NULL */
     const float *residual; /* [m, outputs], added to the result, or NULL */
-    float *y;              /* [m, outputs]; outputs is n, or n/2 with an activation */
+    float *y;              /* [m, outputs]; outputs is n, or n/2 with a gated activation */
 } Linear;
 
 static inline int has_outliers(const Linear *layer) { return layer->terms == 1 && layer->outliers > 0; }
 
-/* With an activation f, groups alternate between gate and up, and an output is f(gate)·up. */
-enum { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2 };
+/* With a gated activation f, groups alternate between gate and up, and an output is f(gate)·up; ACTIVATION_ALONE is added to
+ * one that is not gated: an output is f of a row. */
+enum { ACTIVATION_NONE = 0, ACTIVATION_SILU = 1, ACTIVATION_GELU_TANH = 2, ACTIVATION_GELU = 3, ACTIVATION_ALONE = 8 };
+static inline int is_gated(int64_t activation) { return activation != ACTIVATION_NONE && activation < ACTIVATION_ALONE; }
+static inline int is_known(int64_t activation) {
+    const int64_t f = activation >= ACTIVATION_ALONE ? activation - ACTIVATION_ALONE : activation;
+    return activation == ACTIVATION_NONE || (f >= ACTIVATION_SILU && f <= ACTIVATION_GELU);
+}
 
 /* Rows of activations as int8, one scale a block of columns: x ≈ value·scale. Rows stand in tiles, as many as a kernel
  * multiplies at a time, the last tile with what is left; a tile holds four columns of each of its rows in turn, so that
@@ -161,6 +167,7 @@ typedef struct Encoders {
     int64_t sequences, heads, kv_heads, dim, values, left, right;
     const float *q;          /* [tokens, heads·dim] */
     const float *k, *v;      /* [tokens, kv_heads·dim], [tokens, kv_heads·values] */
+    int64_t q_pitch, k_pitch, v_pitch; /* from token to token: more where they stand side by side in one tensor */
     const int32_t *starts;   /* [sequences + 1]: where the tokens of each begin, and the last one ends */
     float scale, softcap;
     float *y;                /* [tokens, heads·values] */

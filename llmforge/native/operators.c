@@ -170,8 +170,8 @@ static Status *linear_create(const CustomOp *op, const Api *api, const KernelInf
     const int64_t n = made.weights.n, activation = made.activation;
     if (made.terms < 1 || made.terms > MOST_TERMS) REFUSE("Linear: terms is 1 or 2");
     if (!(made.outliers >= 0)) REFUSE("Linear: outliers is 0 or more");
-    if (activation < ACTIVATION_NONE || activation > ACTIVATION_GELU_TANH || (activation && n % (2 * LANES)))
-        REFUSE("Linear: activation is 0 … 2, and N a multiple of 32 with one");
+    if (!is_known(activation) || (activation && n % (is_gated(activation) ? 2 * LANES : LANES)))
+        REFUSE("Linear: activation is 0 … 3 or 9 … 11, and N a multiple of 32 with one that is gated, of 16 with another");
     return keep(api, &made, sizeof made, kernel);
 }
 
@@ -271,7 +271,7 @@ static Region *region_left(LinearWork *work) { /* the one with most units; NULL:
 static void linear_part(void *data, size_t ticket) {
     (void)ticket;
     LinearWork *work = data;
-    const int64_t step = work->layer.activation ? 2 : 1;
+    const int64_t step = is_gated(work->layer.activation) ? 2 : 1;
     int64_t first, last;
     if (!region_left(work)) return; /* so a thread gets beyond this once in a Linear */
     Rows own[2], *rows = work->rows;
@@ -321,8 +321,8 @@ static Status *linear_compute(void *kernel, Context *context) {
     TRY(input(api, context, 3, &norm));
     TRY(input(api, context, 4, &residual));
     const Weights *w = &self->weights;
-    const int64_t outputs = self->activation ? w->n / 2 : w->n;
-    const int64_t groups = groups_of(w), step = self->activation ? 2 : 1;
+    const int64_t outputs = is_gated(self->activation) ? w->n / 2 : w->n;
+    const int64_t groups = groups_of(w), step = is_gated(self->activation) ? 2 : 1;
     LinearWork work;
     if (x.rank < 1 || x.dims[x.rank - 1] != w->k) REFUSE("Linear: X is not [..., K]");
     if (weights.count != groups * group_size(w)) REFUSE("Linear: the weights have another size");
@@ -718,7 +718,7 @@ static Status *latents_compute(void *kernel, Context *context) {
 
 typedef struct EncoderKernel {
     const Api *api;
-    int64_t heads, kv_heads, left, right;
+    int64_t heads, kv_heads, left, right, packed;
     float scale, softcap;
 } EncoderKernel;
 
@@ -731,6 +731,7 @@ static Status *encoder_create(const CustomOp *op, const Api *api, const KernelIn
     TRY(ort_attribute_int(api, info, "right", &made.right));
     TRY(ort_attribute_float(api, info, "scale", &made.scale));
     TRY(ort_attribute_float(api, info, "softcap", &made.softcap));
+    made.packed = ort_attribute_int_or(api, info, "packed", 0); /* version 8 had none */
     if (made.heads < 1 || made.kv_heads < 1 || made.heads % made.kv_heads) REFUSE("EncoderAttention: kv_num_heads must divide num_heads");
     return keep(api, &made, sizeof made, kernel);
 }
@@ -762,7 +763,15 @@ static Status *encoder_compute(void *kernel, Context *context) {
         .values = v.dims[2] / self->kv_heads, .left = self->left, .right = self->right, .q = q.data, .k = k.data,
         .v = v.data, .starts = starts.data, .scale = self->scale, .softcap = self->softcap}};
     Encoders *a = &work.a;
-    if (a->dim < 1 || a->values < 1 || q.dims[2] != a->heads * a->dim || k.dims[2] != a->kv_heads * a->dim || v.dims[2] != a->kv_heads * a->values)
+    a->q_pitch = q.dims[2], a->k_pitch = k.dims[2], a->v_pitch = v.dims[2];
+    int64_t width = a->heads * a->dim;
+    if (self->packed) { /* all three are one tensor, of queries, keys and values */
+        a->dim = a->values = q.dims[2] / (a->heads + 2 * a->kv_heads);
+        a->k = a->q + a->heads * a->dim, a->v = a->k + a->kv_heads * a->dim;
+        width = (a->heads + 2 * a->kv_heads) * a->dim;
+    }
+    if (a->dim < 1 || a->values < 1 || q.dims[2] != width || k.dims[2] != (self->packed ? width : a->kv_heads * a->dim) ||
+        v.dims[2] != (self->packed ? width : a->kv_heads * a->values) || (self->packed && (k.data != q.data || v.data != q.data)))
         REFUSE("EncoderAttention: widths of q, k and v do not agree with the numbers of heads");
     double work_of = 0; /* multiplications */
     for (int64_t s = 0; s < a->sequences; s++) {
@@ -925,7 +934,7 @@ static const Kernels *supported(const char *name) {
 #define EXPORT __attribute__((visibility("default")))
 
 /* `VERSION` of llmforge/native/__init__.py, which tells a library that was compiled from older sources by it. */
-EXPORT int64_t llmforge_version(void) { return 8; }
+EXPORT int64_t llmforge_version(void) { return 9; }
 
 /* Choose the kernels of an instruction set by name, NULL: the best. Returns the name, or NULL where it cannot run here. */
 EXPORT const char *llmforge_kernels(const char *name) {

@@ -58,7 +58,9 @@ class Grid:
             raise ValueError("minima go with fp32, fp16, int4-fp16 or int6-fp16 scales, and codes are not symmetric")
         if self.scale == "bf16" and (self.bits not in PORTABLE_BITS or self.trellis or self.minimums):
             raise ValueError("bf16 scales, for servers of others, go with uniform codes of 4 or 8 bits without minima")
-        if self.block_size < SMALLEST_BLOCK or self.block_size & (self.block_size - 1):
+        rows = self.bits == 8 and self.symmetric and self.block_size % (2 * SMALLEST_BLOCK) == 0  # a block can be a row
+        odd = self.block_size & (self.block_size - 1) and not rows
+        if self.block_size < SMALLEST_BLOCK or odd:
             raise ValueError(f"block_size must be a power of two from {SMALLEST_BLOCK} on, is {self.block_size}")
 
     @property

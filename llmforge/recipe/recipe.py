@@ -366,13 +366,18 @@ class Recipe(Section):
             what = f"asks for a {wanted}, and engines for target {Path(self.target).stem} run on a {kind}"
             yield Contradiction(("serving", "triton", key), what, "leave it out")
 
+    @property
+    def _has_text(self) -> bool:
+        read = self.validation
+        return any(section is not None for section in (self.calibration, read.quality, read.retrieval))
+
     def _missing_text(self, spec: PassSpec, instance: Pass) -> Iterator[Problem]:
         if instance.demands() and self.calibration is None:
             yield spec.problem(
                 "these options need calibration, but the recipe has no `calibration`",
                 "add `calibration: {data: FILE.jsonl, samples: 64, length: 512}`",
             )
-        elif instance.numerics is Numerics.LOSSY and self.calibration is None and self.validation.quality is None:
+        elif instance.numerics is Numerics.LOSSY and not self._has_text:
             yield spec.problem(
                 "the pass has a budget, but the recipe has no text to measure it on",
                 "add `calibration` or `validation: {quality: …}`",

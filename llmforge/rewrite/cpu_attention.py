@@ -123,7 +123,21 @@ def lower_encoder(attention: canonical.EncoderAttention) -> None:
     name, node = attention.name, attention.node
     node.name = f"{name}.replaced"
     attributes = {each: getattr(attention, each) for each in names}
+    if (packed := _packed_qkv(attention)) is not None:
+        inputs |= dict.fromkeys(("q", "k", "v"), packed)
+        attributes["packed"] = 1
     graph.replace_outputs(node, cpu.CpuEncoderAttention.insert(node, inputs, attributes, name=name).node.outputs)
+
+
+def _packed_qkv(attention: canonical.EncoderAttention) -> ir.Value | None:
+    """Find the tensor of which queries, keys and values of one width a head are the parts; None where there is none."""
+    split, parts = Split.made(attention.q), [attention.q, attention.k, attention.v]
+    if split is None or list(split.node.outputs) != parts or any(len(part.uses()) > 1 for part in parts):
+        return None
+    widths = [graph.width(part) for part in parts]
+    heads = (attention.num_heads, attention.kv_num_heads, attention.kv_num_heads)
+    alike = len({width / count for width, count in zip(widths, heads, strict=True)}) == 1
+    return split.x if alike and split.axis in (-1, 2) else None
 
 
 def lower_to_slots(

@@ -32,7 +32,8 @@ from llmforge.quantization import cpu_layout
 from llmforge.quantization.grid import Grid, Scale
 from llmforge.quantization.grids import unpack_bits
 
-NO_ACTIVATION, SILU, GELU_TANH = 0, 1, 2  # attribute `activation` of Linear
+NO_ACTIVATION, SILU, GELU_TANH, GELU = 0, 1, 2, 3  # attribute `activation` of Linear: of the gate, if it is not 0
+ALONE = 8  # added to one that is of the whole row
 
 _Norm = RMSNormalization | SimplifiedLayerNormalization
 
@@ -148,19 +149,21 @@ class Rewriting:
         bias, n, k = layer.bias, layer.N, layer.K
         source, norm = self._source(layer.a if isinstance(layer, contrib.MatMulNBits) else layer.x)
         gate = _gate(layer.output, n) if bias is None else None
+        alone = None if gate else _alone(layer.output, n)
         last, residual = (gate.output, None) if gate else _residual(layer.output)
+        last = last if alone is None else alone[0]
         same = isinstance(layer, cpu.CpuLinear) and (layer.terms, layer.outliers) == (
             terms,
             float(np.float32(outliers)),
         )
-        if same and not (norm or gate or residual):
+        if same and not (norm or gate or residual or alone):
             return None
         grid, weights = self._weights_of(layer, gate.first if gate else None)
         attributes: dict[str, Any] = {
             **grid_attributes(n, k, grid),
             "terms": terms,
             "outliers": outliers,
-            "activation": gate.activation if gate else NO_ACTIVATION,
+            "activation": gate.activation if gate else alone[1] if alone else NO_ACTIVATION,
             "epsilon": norm.epsilon if norm else 0.0,
         }
         operands = {
@@ -174,7 +177,8 @@ class Rewriting:
         layer.node.name = f"{name}.replaced"
         lowered = cpu.CpuLinear.insert(graph.producer(last), operands, attributes, name=name)
         graph.replace_value(last, lowered.output)
-        taken = {"RMSNormalization": norm, "gated activation": gate, "residual Add": residual, "bias": bias}
+        taken: dict[str, object] = {"RMSNormalization": norm, "gated activation": gate, "activation": alone}
+        taken |= {"residual Add": residual, "bias": bias}
         besides = [what for what, value in taken.items() if value is not None]
         what = f"Linear of {grid.bits} bits, [{n}, {k}]{', activations int8x2' if terms == 2 else ''}"
         return ", ".join([what, *besides])
@@ -312,7 +316,7 @@ class Gate(NamedTuple):
 
 
 def _gate(value: ir.Value, n: int) -> Gate | None:
-    """Recognize Split in two, SiLU or the tanh form of GELU of one half, and the product with the other."""
+    """Recognize Split in two, SiLU or GELU of one half, and the product with the other."""
     split = Split.only_reader(value)
     if split is None or len(split.node.outputs) != 2 or n % 32:
         return None
@@ -328,11 +332,19 @@ def _gate(value: ir.Value, n: int) -> Gate | None:
 
 def _activated(gate: ir.Value) -> tuple[ir.Value, int] | None:
     if (gelu := Gelu.only_reader(gate)) is not None:
-        return (gelu.output, GELU_TANH) if gelu.approximate == "tanh" else None
+        return gelu.output, GELU_TANH if gelu.approximate == "tanh" else GELU
     readers = [node for node, _ in gate.uses()]
     sigmoid = next(filter(None, map(Sigmoid.of, readers)), None)
     product = None if sigmoid is None else Mul.only_reader(sigmoid.output)
     return (product.output, SILU) if len(readers) == 2 and product is not None and product.node in readers else None
+
+
+def _alone(value: ir.Value, n: int) -> tuple[ir.Value, int] | None:
+    """Recognize GELU of all that a layer of `n` features makes: its output, and the attribute `activation`."""
+    gelu = Gelu.only_reader(value)
+    if gelu is None or value.is_graph_output() or n % cpu_layout.LANES:
+        return None
+    return gelu.output, ALONE + (GELU_TANH if gelu.approximate == "tanh" else GELU)
 
 
 def _residual(value: ir.Value) -> tuple[ir.Value, ir.Value | None]:

@@ -41,7 +41,9 @@ class Budget(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kld_mean: float = Field(
-        gt=0, description="maximum mean KL divergence from the graph before the pass, in nats per token"
+        gt=0,
+        description="maximum mean KL divergence from the graph before the pass, in nats per token; of embedders and "
+        "rerankers, per text",
     )
 
 

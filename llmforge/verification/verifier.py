@@ -137,7 +137,7 @@ class Verifier:
         except VerificationError as error:
             raise VerificationError(f"pass {step.name} wrote a graph outside the dialect: {error.message}") from error
         if (other := _other_interface(self._before.model, model, step)) is not None:
-            raise _not_as_declared(step, other)
+            raise not_as_declared(step, other)
         try:
             if step.numerics is not Numerics.LOSSY:
                 result = self._prove_subgraphs(step, after)
@@ -176,13 +176,12 @@ class Verifier:
             text=self._excerpt(seed),
         )
         if isinstance(found, Difference):
-            raise _not_as_declared(step, found)
+            raise not_as_declared(step, found)
         return PassVerification(step.numerics, found.largest, tolerance, None, None, found.names, 0.0)
 
     def _prove_loss(self, step: Pass, after: GraphSnapshot) -> PassVerification:
         """Hold a lossy pass to its budget, and to losing everywhere what it loses on the text."""
-        if not len(self._texts):
-            raise _no_text(step)
+        require_text(step, self._texts)
         measure = self._measure_whole if self._loss is None else self._measure_streamed
         places = lossy_places.hold(
             self._before.model,
@@ -194,14 +193,14 @@ class Verifier:
         )
         result = measure(step, after.model)  # last: whole graphs may run beside
         if isinstance(places, Difference):
-            raise _not_as_declared(step, places)
+            raise not_as_declared(step, places)
         if not places.steps:
             return result
         return changed(result, probes=(*result.probes, f"{places.steps} steps at drawn places{places.cut}"))
 
     def _measure_streamed(self, step: Pass, model: ir.Model) -> PassVerification:
         assert self._loss is not None
-        budget = _budget(step).kld_mean
+        budget = budget_of(step).kld_mean
         cost = self._loss.measure(self._before.model, model)
         if cost.not_finite is not None:
             raise VerificationError(
@@ -211,7 +210,7 @@ class Verifier:
         return PassVerification(step.numerics, cost.largest, None, cost.kld_mean, budget, (name,), 0.0)
 
     def _measure_whole(self, step: Pass, model: ir.Model) -> PassVerification:
-        budget = _budget(step).kld_mean
+        budget = budget_of(step).kld_mean
         after = probe.open_session(model, self._weights, self._threads)
         cost = self._text.measure(
             lambda: probe.open_session(self._before.model, self._weights, self._threads), after, budget
@@ -219,7 +218,7 @@ class Verifier:
         if cost.not_finite is not None:
             run, number = cost.not_finite
             where = f"{run.where(number)}; {self._origin(model, run, number)}{_end_of_range(model)}"
-            raise _not_as_declared(step, Difference("logits are NaN or infinite", where))
+            raise not_as_declared(step, Difference("logits are NaN or infinite", where))
         return PassVerification(step.numerics, cost.largest, None, cost.kld_mean, budget, cost.names, 0.0)
 
     def _origin(self, model: ir.Model, run: probe.Run, number: int) -> str:
@@ -270,15 +269,22 @@ def _end_of_range(model: ir.Model) -> str:
     return ". fp16 ends at 65504, which a number exceeded; bf16 has the range of fp32" if held else ""
 
 
-def _not_as_declared(step: Pass, found: Difference) -> VerificationError:
+def not_as_declared(step: Pass, found: Difference) -> VerificationError:
+    """Make the error of a pass that does something else than it declares."""
     return VerificationError(f"pass {step.name} declares {step.numerics.value}: {found.what} in {found.where}")
 
 
-def _no_text(step: Pass) -> UsageError:
-    return UsageError(
-        f"pass {step.name} is lossy, but there is no text to measure its budget on",
-        hint="add calibration or evaluation data to the recipe",
-    )
+def require_text(step: Pass, texts: Sequence[object]) -> None:
+    """Return if there is text that the budget of `step` can be measured on.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if not len(texts):
+        raise UsageError(
+            f"pass {step.name} is lossy, but there is no text to measure its budget on",
+            hint="add calibration or evaluation data to the recipe",
+        )
 
 
 def _other_interface(before: ir.Model, after: ir.Model, step: Pass) -> Difference | None:
@@ -296,15 +302,16 @@ def _other_interface(before: ir.Model, after: ir.Model, step: Pass) -> Differenc
     return Difference(f"the graph has other caches ({', '.join(other)})", "its interface") if other else None
 
 
-def _budget(step: Pass) -> Budget:
+def budget_of(step: Pass) -> Budget:
+    """Return the budget of a lossy pass."""
     budget = getattr(step, "budget", None)
     assert isinstance(budget, Budget), f"pass {step.name} is lossy and has no field `budget`"
     return budget
 
 
 def _tolerance(model: ir.Model) -> float:
-    """Look up the tolerance of the dtype that `model` computes its logits in."""
-    logits = graph.output_named(model, interface.LOGITS)
+    """Look up the tolerance of the dtype that `model` computes its logits, or embeddings, in."""
+    logits = model.graph.outputs[0] if interface.encodes(model) else graph.output_named(model, interface.LOGITS)
     tolerance = None if logits.dtype is None else TOLERANCE.get(logits.dtype)
     if tolerance is None:
         raise UnsupportedError(

@@ -88,7 +88,19 @@ class OnnxEncoder:
             return self._run(sequences, types)
         return np.concatenate([self._run([ids], [kind]) for ids, kind in zip(sequences, types, strict=True)])
 
+    def observe(
+        self, sequences: Sequence[NDArray[np.int64]], token_types: Sequence[NDArray[np.int64]] | None = None
+    ) -> list[NDArray[Any]]:
+        """Give all outputs of the graph, which may have further ones behind its own, for sequences side by side."""
+        types = [np.zeros(len(ids), np.int64) for ids in sequences] if token_types is None else token_types
+        return self._outputs(sequences, types)
+
     def _run(self, sequences: Sequence[NDArray[np.int64]], types: Sequence[NDArray[np.int64]]) -> NDArray[np.float32]:
+        return np.asarray(self._outputs(sequences, types)[0], np.float32)
+
+    def _outputs(
+        self, sequences: Sequence[NDArray[np.int64]], types: Sequence[NDArray[np.int64]]
+    ) -> list[NDArray[Any]]:
         lengths = [len(ids) for ids in sequences]
         feeds: dict[str, NDArray[Any]] = {
             interface.INPUT_IDS: np.concatenate(sequences)[None].astype(np.int64, copy=False),
@@ -96,8 +108,7 @@ class OnnxEncoder:
             interface.SEQUENCE_STARTS: np.cumsum([0, *lengths]).astype(np.int32),
             interface.TOKEN_TYPE_IDS: np.concatenate(types)[None].astype(np.int64, copy=False),
         }
-        [made] = run(self._session, None, {name: value for name, value in feeds.items() if name in self._inputs})
-        return np.asarray(made, np.float32)
+        return run(self._session, None, {name: value for name, value in feeds.items() if name in self._inputs})
 
 
 def open_encoder(file: Path, config: RuntimeConfig, threads: int | None) -> OnnxEncoder:

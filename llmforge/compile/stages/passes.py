@@ -15,13 +15,13 @@ from llmforge import calibration
 from llmforge.base import spans
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import documents
-from llmforge.compile import dry_run, lock, retreats
+from llmforge.compile import dry_run, encoder_calibration, encoder_texts, lock, retreats
 from llmforge.compile.answered import answering
 from llmforge.compile.cached_passes import PassChain
 from llmforge.compile.lossy_parts import LossyStep
 from llmforge.compile.overlap import PendingProof
 from llmforge.compile.pass_prover import PassProver
-from llmforge.compile.reuse import Reuse
+from llmforge.compile.reuse import Reuse, hash_of_texts
 from llmforge.compile.state import CalibrationResult, CompileState, PassRun
 from llmforge.compile.texts import BuildTexts
 from llmforge.gates import records
@@ -77,10 +77,17 @@ def _run_all(state: CompileState) -> Pass | None:
     state.notes += statistics.notes if statistics is not None else ()
     state.notes += state.texts.notes
     lossy = any(step.numerics is Numerics.LOSSY for step in state.steps)
-    chosen = [window.ids for window in state.texts.budget_windows()] if lossy else []
+    encoder = None
+    if checkpoint.encoding is not None:
+        read, spec = encoder_texts.NONE, recipe.validation.retrieval
+        if lossy:
+            read = encoder_texts.of_budget(checkpoint, spec, recipe.engine.max_context)
+        encoder, chosen = (checkpoint.encoding, read), read.ids
+    else:
+        chosen = [window.ids for window in state.texts.budget_windows()] if lossy else []
     promised = Promises.of(checkpoint, recipe.engine.max_context, recipe.engine.max_batch)
     threads = recipe.engine.threads or physical_cores()
-    prover = PassProver(state.checked.out / recipe.name / ".failed", promised, chosen, threads, proofs)
+    prover = PassProver(state.checked.out / recipe.name / ".failed", promised, chosen, threads, proofs, encoder)
     chain = PassChain.of(state.reuse, checkpoint, state.calibration.key, promised, chosen, threads, state.adapters)
     state.notes += _coverage(state.model)
     scratch = Scratch(state.staging.parent)
@@ -177,6 +184,8 @@ def calibrate(
     spec, checkpoint = texts.recipe.calibration, texts.checkpoint
     if not demands or spec is None:  # `Recipe.instantiate` refuses demands without calibration
         return CalibrationResult()
+    if checkpoint.encoding is not None:
+        return _calibrate_encoder(texts, model, demands, kept, progress)
     windows, caches = texts.calibration, dialect.caches(model)
     progress.stage("Calibrate")
     store = calibration.Store(kept.cache, kept.layers, kept.installed())
@@ -200,6 +209,31 @@ def calibrate(
     device = "cpu" if carriers is None else carriers.device
     key = calibration.key(checkpoint, windows, demands, caches, spec.threads, store.tools, device)
     return CalibrationResult(statistics, record, key)
+
+
+def _calibrate_encoder(
+    texts: BuildTexts, model: ir.Model, demands: Sequence[Demand], kept: Reuse, progress: Progress
+) -> CalibrationResult:
+    """Collect what the passes demand of an encoder, on its graph."""
+    spec, checkpoint = texts.recipe.calibration, texts.checkpoint
+    assert spec is not None
+    assert checkpoint.encoding is not None
+    read = [document for file in texts.calibration_documents for document in file]
+    chosen = encoder_texts.of_calibration(checkpoint, read, spec.samples, spec.length)
+    progress.stage("Calibrate")
+    statistics = encoder_calibration.calibrate(
+        model, checkpoint.encoding, chosen, demands, threads=spec.threads, progress=progress
+    )
+    record = records.CalibrationRecord(
+        data=", ".join(path.name for path in spec.data),
+        digest=documents.digest_all(spec.data),
+        documents=len(read),
+        samples=statistics.samples,
+        tokens=statistics.tokens,
+    )
+    parts = {"checkpoint": checkpoint.digest, "texts": hash_of_texts(chosen.ids), "threads": str(spec.threads)}
+    key = kept.key("calibration", [encoder_calibration.__name__], **parts, demands=repr(sorted(map(repr, demands))))
+    return CalibrationResult(statistics, record, key.digest)
 
 
 def _coverage(model: ir.Model) -> list[str]:

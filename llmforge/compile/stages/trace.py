@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import onnx_ir as ir
@@ -9,7 +10,7 @@ import onnx_ir as ir
 from llmforge import calibration
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint
-from llmforge.compile import dry_run, lock, unused_modules
+from llmforge.compile import dry_run, encoder_calibration, lock, unused_modules
 from llmforge.compile.frontend import Frontend
 from llmforge.compile.heads import Head
 from llmforge.compile.stages.engine import placed
@@ -17,6 +18,8 @@ from llmforge.compile.state import CompileState
 from llmforge.ir import dialect, hidden_states, interface
 from llmforge.measure import footprint
 from llmforge.planning import source
+from llmforge.quantization.grid import Grid
+from llmforge.quantization.statistics import Demand
 from llmforge.rewrite import pruning
 from llmforge.runtime.config import physical_cores
 from llmforge.trace.export import kept_graph
@@ -45,7 +48,7 @@ def trace_model(state: CompileState) -> None:
         target=state.target,
         spec=placed(state.recipe, state.target)[0],
         checkpoint=checkpoint,
-        calibrated=calibration.plan(checkpoint, state.demands, dialect.caches(model)) if state.demands else {},
+        calibrated=planned(checkpoint, model, state.demands),
         adapters=state.adapters,
     )
     state.notes += _notes(state, model)
@@ -60,25 +63,39 @@ def trace_model(state: CompileState) -> None:
     state.trace_proof = state.reuse.trace_proof(checkpoint, proven, threads, progress, state.overlap.proofs, prove)
 
 
+def planned(checkpoint: Checkpoint, model: ir.Model, demands: Sequence[Demand]) -> dict[str, Grid]:
+    """Name the weights that calibration will quantize, with their grids.
+
+    Raises:
+        UnsupportedError: calibration cannot serve `demands`.
+    """
+    if not demands:
+        return {}
+    if checkpoint.encoding is not None:
+        return encoder_calibration.plan(model, demands)
+    return calibration.plan(checkpoint, demands, dialect.caches(model))
+
+
 def _check_encoder(state: CompileState) -> None:
     """Return if the recipe asks nothing of an encoder that language models alone have.
 
     Raises:
-        UnsupportedError: passes, engines and measurements of tokens are not for what embeds or scores.
+        UnsupportedError: engines and measurements of tokens are not for what embeds or scores.
     """
     recipe, encoding = state.recipe, state.checkpoint.encoding
     if encoding is None:
         return
     spec = recipe.validation
     asked = [name for name in ("quality", "latency", "tasks", "behaviour") if getattr(spec, name) is not None]
-    what = [f"validation.{name}" for name in asked] + [f"pass {step.name}" for step in state.steps]
+    what = [f"validation.{name}" for name in asked]
+    what += [f"retreat of {step.name}" for step in state.steps if step.may_retreat is not None]
     what += [f"serving.{name}" for name in recipe.serving.of_language_models()]
     if recipe.engine.backend != "onnxruntime" or recipe.engine.tensor_parallel > 1 or state.target.kind != "cpu":
         what.append(f"engine {recipe.engine.backend} on {state.target.name}")
     if what:
         raise UnsupportedError(
             f"{state.checkpoint.name} is {encoding.title}, of which llmforge does not support: {', '.join(what)}",
-            hint="an encoder is built for ONNX Runtime on one CPU, without passes; `validation.retrieval` measures it",
+            hint="an encoder is built for ONNX Runtime on one CPU; `validation.retrieval` measures it",
         )
 
 

@@ -50,7 +50,7 @@ class CpuLinear(_Packed, op_type="Linear"):
     residual = OptionalInput(FP32)
     terms = integer(1)  # of int8 that stand for a number of x
     outliers = real(0.0)  # of blocks of x that have two, over the mean of the largest magnitudes of a row's blocks
-    activation = integer()
+    activation = integer()  # ACTIVATION_* of llmforge/native/kernels.h
     epsilon = real()
 
 
@@ -130,6 +130,7 @@ class CpuEncoderAttention(_Kernel, op_type="EncoderAttention"):
     kv_num_heads = integer()
     left = integer()
     right = integer()
+    packed = integer(0)  # 1: q, k and v are one tensor, [1, T, (num_heads + 2·kv_num_heads)·D]
     scale = real()
     softcap = real()
     y = Output()
