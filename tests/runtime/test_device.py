@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llmforge.base.errors import EnvironmentLacks, RunFailed
-from llmforge.runtime.device.cuda import BlockCopy, CudaDevice, MemoryBlock, nothing_freed
+from llmforge.runtime.device.cuda import BlockCopy, CudaDevice, MemoryBlock, count, nothing_freed
 
 from ..fakes.fake_cuda import FREE, fake_cuda
 from ..fakes.host_device import HostDevice
@@ -212,6 +212,13 @@ def test_nothing_is_freed_while_a_step_is_captured(monkeypatch):
             pass
         assert len(cuda.memory) == 1
     assert cuda.memory == {}
+
+
+def test_devices_are_counted(monkeypatch):
+    fake = fake_cuda(monkeypatch)
+    assert count() == 2
+    monkeypatch.setattr(type(fake), "_cudaGetDeviceCount", lambda _: (fake.real.cudaError_t.cudaErrorNoDevice, 2))
+    assert count() == 0
 
 
 def test_an_error_of_cuda_names_the_call(monkeypatch):

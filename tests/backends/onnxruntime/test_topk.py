@@ -75,6 +75,9 @@ def test_all_rows_are_taken_at_once_where_that_is_fast() -> None:
     assert topk.slices(64, 128_256, 90, 132) == ()
     assert topk.slices(256, 128_256, 90, 132) == (113, 226)
     assert topk.slices(256, 8_000, 90, 132) == ()  # one block a row, whatever is sliced
+    assert topk.rows_at_once(256 * 3328 + 1, 90, 132) == 0  # more partitions than any kernel merges
+    assert topk.slices(256, 256 * 3328 + 1, 90, 132) == ()
+    assert topk.rows_at_once(256 * 3328, 90, 132) > 0
 
 
 def test_a_lowered_graph_takes_the_largest_in_slices_where_its_target_wants_them() -> None:
