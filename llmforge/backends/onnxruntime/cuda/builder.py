@@ -57,10 +57,12 @@ def require_host(target: Target, spec: EngineSpec) -> None:
     """Return if the GPU of `target` is here: an engine is loaded and its steps are captured as it is built.
 
     Raises:
-        EnvironmentLacks: it is not.
+        EnvironmentLacks: it is not, or `spec` wants TensorRT, which is not here.
         UnsupportedError: the wheel has no code for it.
     """
     require_device(target, spec)
+    if spec.tensorrt:
+        tensorrt.require_here()
 
 
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
