@@ -458,6 +458,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert config.vocabulary == 128
     assert [cache.dtype for cache in config.caches] == ["int8"] * 4
     assert config.provider_options["enable_cuda_graph"] == "1"
+    assert config.provider_options == cuda.provider_options(graphs=True)
     assert config.session.entries["session.disable_cpu_ep_fallback"] == "1"
     plain, _ = lower(prepared(dtype="bf16"))
     assert {cache.dtype for cache in configure(plain).caches} == {"bfloat16"}

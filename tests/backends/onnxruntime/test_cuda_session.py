@@ -10,17 +10,20 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from llmforge.backends.onnxruntime.cuda import captured, paged, session
+from llmforge.backends.engines import BuildRequest
+from llmforge.backends.onnxruntime.cuda import builder, captured, paged, session
 from llmforge.backends.onnxruntime.cuda.session import DeviceSession
 from llmforge.backends.onnxruntime.session import Session
-from llmforge.base.errors import EnvironmentLacks, UnsupportedError
+from llmforge.backends.ranks.session import RankSession
+from llmforge.base.errors import EnvironmentLacks, UnsupportedError, VerificationError
 from llmforge.ir import graph, interface
-from llmforge.runtime.config import Capture, GraphPlan, SessionConfig
+from llmforge.runtime.config import FILE, Capture, GraphPlan, RuntimeConfig, SessionConfig
 from llmforge.runtime.interface import StepInputs
 from llmforge.runtime.prefill_shapes import SHAPES
 
 from ...fakes.host_device import HostDevice
 from ...models.decoder_graph import decoder
+from .test_cuda import H100, SPEC, lower, prepared
 
 ONE_THREAD = SessionConfig(threads=1)
 GPU = SimpleNamespace(kind="cuda", index=1, stream=7, name="GPU")
@@ -164,3 +167,54 @@ def test_only_steps_of_one_token_of_as_many_rows_as_were_planned_run_ahead(rows:
     inputs = StepInputs(np.ones((rows, tokens), np.int64), np.zeros(rows, np.int32))
     with pytest.raises(ValueError, match=rf"a step of \({rows}, {tokens}\); top logits of one token for up to 2 rows"):
         opened.begin_decode(inputs, cache.rows(0, rows))
+
+
+def test_a_build_asks_for_the_gpu_and_opens_there_what_it_wrote(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told: list[Any] = []
+
+    def open_engine(*given: Any) -> str:
+        told.append(given)
+        return "session"
+
+    def prove(*given: Any) -> tuple[str, ...]:
+        told.append(given)
+        return ("a note",)
+
+    monkeypatch.setattr(builder, "require_host", lambda *given: told.append(given))
+    monkeypatch.setattr(builder, "CudaDevice", lambda: GPU)
+    monkeypatch.setattr(builder, "module_of", lambda config: SimpleNamespace(open_engine=open_engine))
+    monkeypatch.setattr(builder, "prove", prove)
+    lowered, _ = lower(prepared())
+    built = builder.build(BuildRequest(lowered, tmp_path, SPEC, H100, (3,), None))
+    config = RuntimeConfig.read(tmp_path / FILE)
+    assert told == [(H100, SPEC), (tmp_path / "model.onnx", config, None, GPU), ("session", config)]
+    assert (built.config, built.notes, built.facts) == (config, ("a note",), {})
+    assert set(built.written) == {"model.onnx", "model.onnx.data"}
+    assert built.size_bytes == sum(file.stat().st_size for file in tmp_path.iterdir())
+
+
+def test_ranks_that_a_build_opened_end_with_its_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+
+    class Ranks(RankSession):
+        def __init__(self) -> None:  # without processes
+            pass
+
+        def close(self) -> None:
+            ended.append(1)
+
+    config: Any = SimpleNamespace(ranks=2)
+    monkeypatch.setattr(builder.rank_session, "open_engine", lambda folder, chosen, threads: (folder, chosen, threads))
+    assert builder._opened(Path("engine"), config) == (Path("engine"), config, None)  # type: ignore[comparison-overlap]
+    monkeypatch.setattr(builder, "prove", lambda *_: ("proven",))
+    assert builder._proven(Ranks(), config) == ("proven",)
+
+    def fails(*_: Any) -> tuple[str, ...]:
+        raise VerificationError("NaN")
+
+    monkeypatch.setattr(builder, "prove", fails)
+    with pytest.raises(VerificationError):
+        builder._proven(Ranks(), config)
+    assert ended == [1, 1]
