@@ -279,6 +279,27 @@ def test_what_is_written_says_how_many_blocks_fit(tmp_path: Path) -> None:
         RuntimeConfig.read(tmp_path / "runtime.json")
 
 
+def test_a_pool_fills_the_memory_of_the_target() -> None:
+    lowered, _ = cuda.lower(prepared(), H100, SPEC)
+    large = EngineSpec(max_context=64 * 256, max_batch=1 << 16, kv_cache="paged", cuda_graphs="off")
+    config = cuda.configure(BuildRequest(lowered, Path(), large, H100, (3,), None))
+    assert config.kv_blocks is not None
+    assert 0.5 * 80e9 < config.kv_blocks * cuda_graphs.block_bytes(lowered) < 80e9
+
+
+def test_the_first_row_of_a_step_gets_logits_where_it_is_asked_for() -> None:
+    """Of several texts: row 0 of one is not the one behind its last."""
+    rows, blocks = decoder(), decoder()
+    paged_attention.lower(blocks, BLOCK)
+    ids, past = np.random.default_rng(0).integers(0, 97, (2, 5)), np.zeros(2, np.int32)
+    asked = StepInputs(ids, past, np.array([0, 4, -2]))
+    one, many = Session(ir.to_proto(rows).SerializeToString(), SessionConfig(1, optimize=False)), session_of(blocks)
+    wanted = np.concatenate([
+        one.step(StepInputs(ids[row : row + 1], past[:1], np.array([0, 4, 3])), one.allocate(1, 64)) for row in (0, 1)
+    ])  # fmt: skip
+    np.testing.assert_allclose(many.step(asked, many.allocate(2, 64)), wanted, atol=2e-5)
+
+
 def test_a_pool_is_no_larger_than_what_the_device_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder()
     paged_attention.lower(model, BLOCK)

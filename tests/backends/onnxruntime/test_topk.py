@@ -90,6 +90,17 @@ def test_a_lowered_graph_takes_the_largest_in_slices_where_its_target_wants_them
         assert any("2 slices of rows" in each.what for each in changes.rewritten) is (count == 2)
 
 
+@pytest.mark.parametrize(("kv_cache", "dims"), [("slots", 2), ("paged", 1)])
+def test_rows_of_a_step_over_slots_choose_their_own_logits(kv_cache: str, dims: int) -> None:
+    """So that prompts of several sequences are one step; over blocks all tokens are one row."""
+    from .test_cuda import lower, prepared
+
+    lowered, _ = lower(prepared(), EngineSpec(max_context=64, max_batch=2, kv_cache=kv_cache))
+    [rows] = [value for value in lowered.graph.inputs if value.name == "logits_rows"]
+    assert rows.shape is not None
+    assert len(rows.shape) == dims
+
+
 def graph(vocabulary: int, slices: tuple[int, ...]) -> ort.InferenceSession:
     """Give the largest of `logits` [batch, rows, vocabulary]."""
     logits = ir.Value(name="in", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(["batch", "rows", vocabulary]))

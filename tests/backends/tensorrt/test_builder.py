@@ -206,6 +206,9 @@ def test_three_profiles_cover_prefill_decode_and_several_prompts() -> None:
 
 
 def test_a_short_context_bounds_the_prefill() -> None:
+    assert len(profiles.of(decoder(), EngineSpec(max_context=64, max_batch=2))) == 3  # 2 rows of 64 tokens just fit
+    assert len(profiles.of(decoder(), EngineSpec(max_context=63, max_batch=2))) == 2
+    assert len(profiles.of(decoder(), EngineSpec(max_context=64, max_batch=1))) == 2
     prefill, _ = profiles.of(decoder(), EngineSpec(max_context=48))
     assert prefill.shapes["input_ids"][2] == (1, 48)
     assert prefill.shapes["logits_rows"][2] == (1, 48)
