@@ -400,11 +400,8 @@ def test_the_docs_give_the_planned_times_of_an_h100_and_the_rates_of_the_expecte
     others = {**told, "backend": "compressed-tensors"}
     int4 = planned(**others, weights="int4", batch=64).asked.decode.step.seconds
     fp8 = planned(**others, weights="fp8", product="fp8", batch=256).asked.decode.step.seconds
-    said = (
-        f"{int4 * 1e3:.1f} ms a step in int4 at 64 rows, multiplied at the whole rate of bf16, and {fp8 * 1e3:.1f} ms"
-    )
-    assert said in page
-    assert f"in fp8 by fp8 at 256, {round(256 / fp8, -3):,.0f} tokens a second" in page
+    assert f"{int4 * 1e3:.1f} ms a step in int4 at 64 rows" in page
+    assert f"{fp8 * 1e3:.1f} ms in fp8 by fp8 at 256, {round(256 / fp8, -3):,.0f} tokens a second" in page
     [ours] = (float(expected) for weights, batch, _, expected, *_ in rows if (weights, batch) == ("bf16", "256"))
     comparison = (Path(__file__).parents[2] / "docs" / "comparison.md").read_text(encoding="utf-8")
     assert f"{ours / 1e3 / fp8:.1f} times as fast with fp8 at 256 rows" in comparison

@@ -75,6 +75,7 @@ def test_all_rows_are_taken_at_once_where_that_is_fast() -> None:
     assert topk.slices(64, 128_256, 90, 132) == ()
     assert topk.slices(256, 128_256, 90, 132) == (113, 226)
     assert topk.slices(256, 8_000, 90, 132) == ()  # one block a row, whatever is sliced
+    assert topk.slices(10_000, 8_191, 90, 132) == () != topk.slices(10_000, 8_192, 90, 132)
     assert topk.rows_at_once(256 * 3328 + 1, 90, 132) == 0  # more partitions than any kernel merges
     assert topk.slices(256, 256 * 3328 + 1, 90, 132) == ()
     assert topk.rows_at_once(256 * 3328, 90, 132) > 0
