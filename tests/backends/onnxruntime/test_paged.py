@@ -281,10 +281,10 @@ def test_what_is_written_says_how_many_blocks_fit(tmp_path: Path) -> None:
 
 def test_a_pool_fills_the_memory_of_the_target() -> None:
     lowered, _ = cuda.lower(prepared(), H100, SPEC)
-    large = EngineSpec(max_context=64 * 256, max_batch=1 << 16, kv_cache="paged", cuda_graphs="off")
-    config = cuda.configure(BuildRequest(lowered, Path(), large, H100, (3,), None))
-    assert config.kv_blocks is not None
-    assert 0.5 * 80e9 < config.kv_blocks * cuda_graphs.block_bytes(lowered) < 80e9
+    large, off = EngineSpec(max_context=1 << 20, max_batch=4096, kv_cache="paged"), GraphPlan("off", ())
+    blocks = cuda._pool_blocks(lowered, H100, large, off)
+    assert blocks == cuda_graphs.pool_blocks(lowered, large, off, 80e9)
+    assert blocks > 2 * cuda_graphs.pool_blocks(lowered, large, off, 20e9)
 
 
 def test_the_first_row_of_a_step_gets_logits_where_it_is_asked_for() -> None:

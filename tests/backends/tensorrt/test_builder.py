@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
@@ -327,3 +328,36 @@ def test_a_digest_tells_names_and_contents_apart(tmp_path: Path) -> None:
     first = plan_cache.digest(tmp_path / MODEL_FILE, tmp_path / DATA_FILE)
     (tmp_path / DATA_FILE).write_bytes(b"y")
     assert first != plan_cache.digest(tmp_path / MODEL_FILE, tmp_path / DATA_FILE)
+
+
+class Computed(SimpleNamespace):
+    """What a layer of a network gives, as numbers; it is its own output."""
+
+    def get_output(self, index: int) -> Computed:
+        assert index == 0
+        return self
+
+
+class Network:
+    """The calls of INetworkDefinition that lengths are made with, computed by numpy."""
+
+    def add_shape(self, of: Computed) -> Computed:
+        return Computed(values=np.array(of.values.shape, np.int64))
+
+    def add_slice(self, of: Computed, start: tuple[int], shape: tuple[int], stride: tuple[int]) -> Computed:
+        places = start[0] + stride[0] * np.arange(shape[0])
+        return Computed(values=of.values[places])
+
+    def add_cast(self, of: Computed, dtype: type) -> Computed:
+        return Computed(values=of.values.astype(dtype))
+
+    def add_elementwise(self, a: Computed, b: Computed, operation: np.ufunc) -> Computed:
+        assert a.values.dtype == b.values.dtype
+        return Computed(values=operation(a.values, b.values))
+
+
+def test_lengths_of_keys_are_the_past_of_each_row_and_the_tokens_of_the_step() -> None:
+    api = SimpleNamespace(int32=np.int32, ElementWiseOperation=SimpleNamespace(SUM=np.add))
+    past, ids = Computed(values=np.array([0, 7, 30], np.int32)), Computed(values=np.zeros((3, 5), np.int64))
+    total = layers._lengths(Network(), api, past, ids)
+    assert (total.values.tolist(), total.values.dtype, total.name) == ([5, 12, 35], np.int32, "key_value_lengths")

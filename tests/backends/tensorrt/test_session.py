@@ -158,6 +158,7 @@ def test_a_decode_step_copies_heads_and_waits_once(bench, rtx):
     bench.engine = FakeEngine(with_heads(), bench.cuda, CAPACITY, ((1, CHUNK), (ROWS, 1)))
     session, cuda = bench.load(rtx=rtx, vocabulary=VOCABULARY), bench.cuda
     assert session.decodes_ahead
+    assert session._host_inputs == {"total_sequence_length"}  # where the plan says so
     cache = session.allocate(ROWS, CAPACITY)
     temperatures = np.array([1, 0.5, 2, 1], np.float32)
     head, (_, size) = 4 * (2 * HEAD + mass_blocks(VOCABULARY)[0]), mass_blocks(VOCABULARY)
