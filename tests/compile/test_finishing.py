@@ -175,10 +175,22 @@ def test_a_deferred_engine_is_finished_beside_it(recipe: Write, tmp_path: Path) 
     assert "was changed after it was published" in tampered.stderr
 
 
-@pytest.fixture
-def pending(recipe: Write) -> Path:
-    file = recipe(target="h200", engine={**RTX, "backend": "tensorrt", "deferred": True})
-    return built(build(file))[0].path
+# TensorRT as a provider of ONNX Runtime: its plans are compiled where the GPU is, too.
+PROVIDER = {"backend": "onnxruntime", "max_context": 96, "max_batch": 2, "cuda_graphs": "off", "tensorrt": True}
+FOR_ONNXRUNTIME = ["fuse-norms", "pack-qkv", "flash-attention"]
+
+
+@pytest.fixture(params=["tensorrt", pytest.param("onnxruntime", marks=pytest.mark.thorough)])
+def pending(recipe: Write, request: pytest.FixtureRequest) -> Path:
+    if request.param == "tensorrt":
+        sections: dict[str, Any] = {"engine": {**RTX, "backend": "tensorrt", "deferred": True}}
+    else:
+        steps = [*FOR_ONNXRUNTIME, {"lower-precision": {"dtype": "fp16", "budget": LOOSE}}]
+        sections = {"engine": {**PROVIDER, "deferred": True}, "passes": steps}
+    path = built(build(recipe(target="h200", **sections)))[0].path
+    kept = json.loads((path / "engine" / "pending.json").read_text())
+    assert json.loads(kept["engine"])["tensorrt"] is (request.param == "onnxruntime")
+    return path
 
 
 def test_a_pending_artifact_refuses_to_run_in_plain_words(pending: Path, tmp_path: Path) -> None:

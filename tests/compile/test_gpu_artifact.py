@@ -41,15 +41,17 @@ def artifact(tmp_path_factory: pytest.TempPathFactory, sample_checkpoint: Path) 
     return published.random_decoder(out, sample_checkpoint, max_context=64, max_batch=2, serving=ServingSpec())
 
 
-@pytest.fixture(params=["cuda", "tensorrt", "tensorrt-rtx"])
+@pytest.fixture(params=["cuda", "cuda with TensorRT", "tensorrt", "tensorrt-rtx"])
 def for_gpu(request: pytest.FixtureRequest, artifact: Artifact, tmp_path: Path) -> Path:
     copy = Path(shutil.copytree(artifact.path, tmp_path / "artifact"))
     path = copy / "engine" / "runtime.json"
     path.chmod(0o644)
     config = RuntimeConfig.read(path)
-    changes = {"provider": request.param, "device": DeviceFacts(89, 1 << 30)}
-    if request.param == "cuda":
+    provider, _, more = request.param.partition(" ")
+    changes = {"provider": provider, "device": DeviceFacts(89, 1 << 30)}
+    if provider == "cuda":
         changes |= {"onnxruntime": "1.31.1", "plan": None}
+        changes |= {"provider_options": {"trt_fp16_enable": "True"}} if more else {}
     else:
         module = request.param.replace("-", "_")
         changes |= {"onnxruntime": None, "plan": PlanFacts(module, "11.4.0", "model.plan", ())}

@@ -1,5 +1,6 @@
 """NVIDIA GPUs of a machine, faked as what their drivers print, and the measurements of one."""
 
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -113,6 +114,26 @@ def test_the_runtime_finds_devices_where_there_is_no_command(monkeypatch: pytest
     assert gpus.find() == [H200]
     monkeypatch.setattr(gpus, "_runtime", lambda: FakeRuntime(failing="cudaGetDeviceCount"))
     assert gpus.find() == []
+
+
+def test_a_command_that_fails_or_hangs_finds_nothing_and_the_first_device_is_the_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    outcomes: list[Any] = [OSError("gone"), subprocess.TimeoutExpired("nvidia-smi", 1.0)]
+    outcomes += [SimpleNamespace(stdout="NVIDIA H200, 9.0, 143771\n", returncode=code) for code in (9, 0)]
+
+    def run(*_: Any, **__: Any) -> Any:
+        made = outcomes.pop(0)
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    monkeypatch.setattr(gpus.shutil, "which", lambda name: "/bin/nvidia-smi")
+    monkeypatch.setattr(gpus.subprocess, "run", run)
+    for _ in range(3):
+        with pytest.raises(EnvironmentLacks, match="no NVIDIA GPU was found"):
+            gpus.first()
+    assert gpus.first() == H200
 
 
 def test_no_bindings_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

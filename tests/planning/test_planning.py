@@ -383,6 +383,30 @@ def test_the_wheels_quantized_products_have_sm80s_rate_on_sm90() -> None:
         assert any(said in note for note in notes) is slower
 
 
+def test_the_docs_give_the_planned_times_of_an_h100_and_the_rates_of_the_expected_ones() -> None:
+    """In docs/cuda.md, of texts of 300 tokens; tokens a second are rows over the expected time, to two digits."""
+    page = (Path(__file__).parents[2] / "docs" / "cuda.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (bf16|int4) \| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d,]+)(?: – ([\d,]+))? \|$", page, re.M)
+    assert [(weights, batch) for weights, batch, *_ in rows] == list(
+        itertools.product(("bf16", "int4"), ("1", "64", "256"))
+    )
+    told = {"target": "h100-sxm", "backend": "onnxruntime", "prompt": 200, "output": 200}
+    for weights, batch, plan_ms, expected_ms, least, most in rows:
+        step = planned(**told, weights=weights, batch=int(batch)).asked.decode.step
+        assert f"{step.seconds * 1e3:.1f}" == plan_ms
+        assert float(expected_ms) >= float(plan_ms)  # which counts no heads
+        low, high = (int(each.replace(",", "")) for each in (least, most or least))
+        assert 0.93 * low <= int(batch) / float(expected_ms) * 1e3 <= 1.07 * high
+    others = {**told, "backend": "compressed-tensors"}
+    int4 = planned(**others, weights="int4", batch=64).asked.decode.step.seconds
+    fp8 = planned(**others, weights="fp8", product="fp8", batch=256).asked.decode.step.seconds
+    assert f"{int4 * 1e3:.1f} ms a step in int4 at 64 rows" in page
+    assert f"{fp8 * 1e3:.1f} ms in fp8 by fp8 at 256, {round(256 / fp8, -3):,.0f} tokens a second" in page
+    [ours] = (float(expected) for weights, batch, _, expected, *_ in rows if (weights, batch) == ("bf16", "256"))
+    comparison = (Path(__file__).parents[2] / "docs" / "comparison.md").read_text(encoding="utf-8")
+    assert f"{ours / 1e3 / fp8:.1f} times as fast with fp8 at 256 rows" in comparison
+
+
 def test_a_cpu_without_figures_says_how_to_get_them() -> None:
     with pytest.raises(UsageError, match="no memory bandwidth") as caught:
         planned(target="cpu-avx2")

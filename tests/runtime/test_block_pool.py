@@ -178,3 +178,40 @@ def test_what_makes_no_sense_is_refused():
         pool.grow(table, 0, 1)
     with pytest.raises(ValueError, match="a pool of 0 blocks"):
         BlockPool(0, SIZE)
+
+
+def test_a_block_that_another_text_published_meanwhile_takes_the_place_of_ones_own():
+    pool, text = BlockPool(8, SIZE), list(range(9))
+    first, second = pool.open(text), pool.open(text)
+    for table in (first, second):
+        pool.grow(table, 0, 9)
+    assert pool.used == 6
+    for table in (first, second):
+        pool.publish(table, text)
+    assert second.blocks[:2] == first.blocks[:2]
+    assert second.blocks[2] != first.blocks[2]
+    assert (pool.used, pool.find(text)) == (4, 2)
+    pool.close(first)
+    assert (pool.used, pool.available) == (3, 5)
+
+
+def test_what_is_forgotten_is_found_by_nobody_and_stays_with_the_texts_that_hold_it():
+    pool, text = BlockPool(4, SIZE), [1] * 8
+    table = pool.open(text)
+    pool.grow(table, 0, 8)
+    pool.publish(table, text)
+    pool.forget(text)
+    assert (pool.find(text), pool.cached, pool.used, pool.available) == (0, 0, 2, 2)
+    pool.close(table)
+    assert (pool.used, pool.available) == (0, 4)
+    table = pool.open(text)
+    pool.grow(table, 0, 8)
+    pool.publish(table, text)
+    pool.close(table)
+    assert (pool.cached, pool.idle(text, 2)) == (2, 2)
+    pool.forget([1] * SIZE)
+    assert (pool.cached, pool.find(text), pool.available) == (0, 0, 4)
+    pool.forget(text)  # nothing is there
+    table = pool.open(())
+    pool.grow(table, 0, 4 * SIZE)
+    assert sorted(table.blocks) == [1, 2, 3, 4]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llmforge.base.errors import EnvironmentLacks, RunFailed
-from llmforge.runtime.device.cuda import BlockCopy, CudaDevice, MemoryBlock, nothing_freed
+from llmforge.runtime.device.cuda import BlockCopy, CudaDevice, MemoryBlock, count, nothing_freed
 
 from ..fakes.fake_cuda import FREE, fake_cuda
 from ..fakes.host_device import HostDevice
@@ -212,6 +212,24 @@ def test_nothing_is_freed_while_a_step_is_captured(monkeypatch):
             pass
         assert len(cuda.memory) == 1
     assert cuda.memory == {}
+
+
+def test_pieces_may_end_where_a_buffer_of_a_device_does_and_no_byte_later(monkeypatch):
+    fake_cuda(monkeypatch)
+    device = CudaDevice()
+    large, exact, short = device.allocate(64), device.allocate(8 + 4), device.allocate(8 + 3)
+    for target, source in ((large, exact), (exact, large)):
+        device.copy([BlockCopy(MemoryBlock(target, 0, 8), MemoryBlock(source, 0, 8), width=4, height=2)])
+    for target, source in ((large, short), (short, large)):
+        with pytest.raises(ValueError, match="of a buffer of 11"):
+            device.copy([BlockCopy(MemoryBlock(target, 0, 8), MemoryBlock(source, 0, 8), width=4, height=2)])
+
+
+def test_devices_are_counted(monkeypatch):
+    fake = fake_cuda(monkeypatch)
+    assert count() == 2
+    monkeypatch.setattr(type(fake), "_cudaGetDeviceCount", lambda _: (fake.real.cudaError_t.cudaErrorNoDevice, 2))
+    assert count() == 0
 
 
 def test_an_error_of_cuda_names_the_call(monkeypatch):

@@ -18,6 +18,8 @@ from llmforge.backends.onnxruntime.cuda.session import DeviceSession
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import UnsupportedError, UsageError, VerificationError
 from llmforge.runtime.config import Capture, GraphPlan, SessionConfig
+from llmforge.runtime.device.graph_capture import verify_capture
+from llmforge.runtime.device.inputs import InputBuffers
 from llmforge.runtime.interface import StepInputs
 
 from ..fakes.host_device import HostDevice
@@ -102,6 +104,30 @@ def test_copies_beyond_a_row_are_refused():
             cache.copy(row, start, cache, 0, 0, count)
         with pytest.raises(ValueError, match="of a cache of 2 rows of 8 tokens"):
             cache.copy(0, 0, cache, row, start, count)
+
+
+def test_a_cache_for_nothing_is_refused():
+    _, session = both()
+    for batch, capacity in ((0, 8), (1, 0)):
+        with pytest.raises(ValueError, match=f"a cache of {batch} rows of {capacity} tokens"):
+            session.allocate(batch, capacity)
+
+
+def test_an_input_that_has_no_place_or_no_room_is_refused():
+    buffers = InputBuffers(HostDevice(), ("a", "b"), ("b",), 100)
+    assert buffers.each_bytes == 256
+    bound = buffers.upload({"a": np.ones(64, np.float32), "b": np.ones((2, 3), np.int64)})
+    assert [(each.onnx, each.shape, each.on_host) for each in bound.values()] == [(1, (64,), False), (7, (2, 3), True)]
+    for feeds in ({"c": np.ones(1, np.float32)}, {"a": np.ones(65, np.float32)}):
+        with pytest.raises(ValueError, match=r"room for 256 each: \['a', 'b'\]"):
+            buffers.upload(feeds)
+
+
+def test_a_step_whose_logits_tell_no_token_from_another_is_not_taken_for_a_captured_one():
+    found = verify_capture(PLAN.captures[0], lambda token, **_: np.ones((4, 1, 97), np.float32), lambda: 7)
+    assert found.reason is not None
+    assert "two tokens have the same logits" in found.reason
+    assert (found.replay_ms, found.memory_bytes) == (None, 0)
 
 
 def test_views_have_the_address_of_the_whole_and_equal_ones_are_one():

@@ -210,6 +210,32 @@ def test_slower_products_are_listed_with_the_reason(step: Pass, dtype: str, form
     assert any(re.search(reason, skip.reason) for skip in changes.skipped)
 
 
+def test_a_product_that_is_not_the_fast_one_says_why() -> None:
+    lowered, _ = lower(prepared(FAST))
+    product = contrib.MatMulNBits.all(lowered)[0]
+    assert cuda_operators.slow_reason(product) is None
+    product.bits = 2
+    assert cuda_operators.slow_reason(product) == "the fast kernel takes 4 and 8 bits, not 2"
+    product.bits = 4
+    product.bias = product.scales
+    assert cuda_operators.slow_reason(product) == "the fast kernel takes no bias"
+    assert cuda_operators.slow_reason(product, without_bias=True) is None
+    product.scales.type = ir.TensorType(ir.DataType.FLOAT)
+    product.scales.const_value = None
+    assert cuda_operators.slow_reason(product) == "the fast kernel takes fp16 and bf16, not FLOAT"
+
+
+def test_norms_of_queries_and_keys_that_are_not_packed_move_into_attention_too() -> None:
+    model = graphs.llama(NORMED)
+    for step in (FuseNorms(), FlashAttention(), LowerPrecision(BUDGET, "fp16")):
+        step.run(model, Context(H100))
+    rewritten, skipped = cuda_operators.take_norms(model, blocks=False)
+    assert [each.what for each in rewritten] == ["norms inside attention of queries and keys"] * 2
+    assert not skipped
+    assert {len(layer.projections) for layer in contrib.GroupQueryAttention.all(model)} == {3}
+    assert {graph.width(layer.key) for layer in contrib.GroupQueryAttention.all(model)} == {2 * 16}
+
+
 def test_without_a_fast_product_nothing_is_said_of_it() -> None:
     lowered, _ = lower(prepared(dataclasses.replace(FAST, block_size=64)))
     assert cuda.FAST_ENTRY not in cuda.session_options(lowered, (1,)).entries
@@ -380,6 +406,14 @@ def test_what_cannot_be_captured_is_refused_or_left() -> None:
         assert cuda_graphs.plan(lowered, spec) == GraphPlan("off", ())
 
 
+def test_a_product_with_group_indices_is_never_captured() -> None:
+    lowered, _ = lower(prepared(FAST))
+    product = contrib.MatMulNBits.all(lowered)[0]
+    product.g_idx = graph.initializer(lowered, "groups", np.zeros(product.K, np.int32))
+    with pytest.raises(UnsupportedError, match="the host reads its group indices"):
+        cuda_graphs.require(lowered, SPEC)
+
+
 @pytest.mark.parametrize("op_type", ["If", "Loop", "Scan"])
 def test_control_flow_is_never_captured(op_type: str) -> None:
     lowered, _ = lower(prepared())
@@ -424,6 +458,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert config.vocabulary == 128
     assert [cache.dtype for cache in config.caches] == ["int8"] * 4
     assert config.provider_options["enable_cuda_graph"] == "1"
+    assert config.provider_options == cuda.provider_options(graphs=True)
     assert config.session.entries["session.disable_cpu_ep_fallback"] == "1"
     plain, _ = lower(prepared(dtype="bf16"))
     assert {cache.dtype for cache in configure(plain).caches} == {"bfloat16"}

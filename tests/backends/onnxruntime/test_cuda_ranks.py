@@ -68,6 +68,11 @@ def test_only_the_last_axis_is_gathered() -> None:
     view.axis = 1
     with pytest.raises(UnsupportedError, match=r"AllGather logits_node/AllGather: only the last axis"):
         cuda_collectives.write_collectives(model)
+    for last in (2, -1):
+        counted = split(graphs.llama(WIDE), 2).ranks[0]
+        [view] = canonical.AllGather.all(counted)
+        view.axis = last
+        assert any("AllGather" in each.what for each in cuda_collectives.write_collectives(counted))
 
 
 def test_integers_are_not_summed() -> None:

@@ -88,6 +88,20 @@ def test_it_is_built_where_the_gpu_is():
     assert "--finish" in str(caught.value.hint)
 
 
+def test_a_gpu_without_its_libraries_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before a weight is read, and not when the engine is opened, after passes and calibration."""
+
+    def lacks(name: str, _: int) -> None:
+        raise OSError(f"{name}: no such file")
+
+    monkeypatch.setattr(cuda, "require_device", lambda *_: None)
+    monkeypatch.setattr(tensorrt.ctypes, "CDLL", lacks)
+    with pytest.raises(EnvironmentLacks, match=r"wants TensorRT 10 beside onnxruntime: libnvinfer.so.10") as caught:
+        cuda.require_host(TARGET, SPEC)
+    assert "tensorrt-cu13" in str(caught.value.hint)
+    cuda.require_host(TARGET, SPEC.model_copy(update={"tensorrt": False}))
+
+
 class Opened:
     """Stands for a session of ONNX Runtime, and for the module."""
 

@@ -297,7 +297,7 @@ def test_engines_load_and_are_captured(
 def test_the_largest_logits_have_the_fast_kernels_as_long_as_their_rows_are_on_the_device_at_once(wheel: Path) -> None:
     """What `cuda.topk` says of the wheel, at its borders, and that slices keep it; empty ones launch nothing."""
     cases = []
-    for name in ("h100-sxm", "l4", "t4"):
+    for name in ("t4", "a100-80", "a10g", "l4", "h100-sxm", "rtx-5090"):  # one of every SM
         gpu = targets.load(name).require_gpu()
         about = {"sm": int(gpu.sm), "processors": gpu.multiprocessors}
         for vocabulary in (32_000, 128_256, 151_936, 262_144):

@@ -161,6 +161,36 @@ def test_graphs_that_cannot_read_blocks_are_refused_with_the_reason() -> None:
     model = decoder()
     model.graph.inputs.pop()
     assert paged_attention.reason_against(model) == "it gives every token logits, and takes no logits_rows"
+    model = decoder()
+    [first, _] = contrib.GroupQueryAttention.all(model)
+    graph.insert(first.node, "Identity", [first.past_key], name="peek")
+    assert paged_attention.reason_against(model) == f"{first.past_key.name} is not the cache of one GroupQueryAttention"
+
+
+def _half_the_angles(layer: contrib.GroupQueryAttention) -> None:
+    assert layer.cos_cache is not None
+    layer.cos_cache = ir.val("cos_of_half", ir.DataType.FLOAT, [256, 4])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda layer: setattr(layer, "attention_bias", layer.past_key), "takes neither biases nor positions"),
+        (lambda layer: setattr(layer, "position_ids", layer.past_key), "takes neither biases nor positions"),
+        (lambda layer: setattr(layer, "smooth_softmax", 1), "no smooth softmax without sinks"),
+        (lambda layer: setattr(layer, "causal", 0), "no attention both ways"),
+        (lambda layer: setattr(layer, "sliding_window_cache", 1), "no rolling cache"),
+        (_half_the_angles, "only 8 of 16 channels of a head are rotated"),
+    ],
+)
+def test_an_attention_that_blocks_have_no_kernel_for_says_why(
+    spoil: Callable[[contrib.GroupQueryAttention], None], reason: str
+) -> None:
+    model = decoder()
+    layer = contrib.GroupQueryAttention.all(model)[1]
+    assert paged_attention._layer_reason(layer) is None
+    spoil(layer)
+    assert reason in (paged_attention._layer_reason(layer) or "")
 
 
 CHOSEN = SPEC.model_copy(update={"kv_cache": None})
@@ -246,6 +276,27 @@ def test_what_is_written_says_how_many_blocks_fit(tmp_path: Path) -> None:
     (tmp_path / "runtime.json").write_text(config_text.replace('"kv_blocks": 4', '"kv_blocks": 0'))
     with pytest.raises(InputError, match="kv_blocks is 0; expected 1 to"):
         RuntimeConfig.read(tmp_path / "runtime.json")
+
+
+def test_a_pool_fills_the_memory_of_the_target() -> None:
+    lowered, _ = cuda.lower(prepared(), H100, SPEC)
+    large, off = EngineSpec(max_context=1 << 20, max_batch=4096, kv_cache="paged"), GraphPlan("off", ())
+    blocks = cuda._pool_blocks(lowered, H100, large, off)
+    assert blocks == cuda_graphs.pool_blocks(lowered, large, off, 80e9)
+    assert blocks > 2 * cuda_graphs.pool_blocks(lowered, large, off, 20e9)
+
+
+def test_the_first_row_of_a_step_gets_logits_where_it_is_asked_for() -> None:
+    """Of several texts: row 0 of one is not the one behind its last."""
+    rows, blocks = decoder(), decoder()
+    paged_attention.lower(blocks, BLOCK)
+    ids, past = np.random.default_rng(0).integers(0, 97, (2, 5)), np.zeros(2, np.int32)
+    asked = StepInputs(ids, past, np.array([0, 4, -2]))
+    one, many = Session(ir.to_proto(rows).SerializeToString(), SessionConfig(1, optimize=False)), session_of(blocks)
+    wanted = np.concatenate([
+        one.step(StepInputs(ids[row : row + 1], past[:1], np.array([0, 4, 3])), one.allocate(1, 64)) for row in (0, 1)
+    ])  # fmt: skip
+    np.testing.assert_allclose(many.step(asked, many.allocate(2, 64)), wanted, atol=2e-5)
 
 
 def test_a_pool_is_no_larger_than_what_the_device_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,6 +459,36 @@ def test_a_product_that_fails_is_not_attentions_fault(failing: Callable[[str], l
     with pytest.raises(RunFailed, match="while running MatMulNBits node"):
         session.allocate(2, 96)
     assert [options for options, _ in opened] == [None]
+
+
+def test_tokens_of_a_row_are_copied_to_places_of_another_whatever_blocks_they_lie_in() -> None:
+    """From the middle of a block to the middle of one; a text of which a part was copied goes on like the other."""
+    model = decoder()
+    paged_attention.lower(model, BLOCK)
+    session = session_of(model)
+    cache = session.allocate(2, 64)
+    with pytest.raises(ValueError, match="row 0 does not hold tokens 0 … 1"):
+        cache.copy(1, 0, cache, 0, 0, 1)
+    ids = np.random.default_rng(0).integers(0, 97, (1, 41))
+    for begin, end in ((0, 1), (1, 2), (2, 40)):
+        session.step(StepInputs(ids[:, begin:end], np.full(1, begin, np.int32)), cache.rows(0, 1))
+    with pytest.raises(ValueError, match="row 0 does not hold tokens 20 … 49"):
+        cache.copy(1, 0, cache, 0, 20, 29)
+    session.step(StepInputs(ids[:, :7], np.zeros(1, np.int32)), cache.rows(1, 2))
+    cache.copy(1, 7, cache, 0, 7, 20)
+    cache.copy(1, 27, cache, 0, 27, 13)
+    last = [StepInputs(ids[:, 40:], np.full(1, 40, np.int32))] * 2
+    one, other = (session.step(each, cache.rows(row, row + 1)) for row, each in enumerate(last))
+    np.testing.assert_array_equal(one, other)
+    assert cache.size_bytes == cache.pool.blocks * session.block_bytes + session.block_bytes
+
+
+@pytest.mark.parametrize(("batch", "capacity"), [(0, 8), (1, 0)])
+def test_a_pool_for_nothing_is_refused(batch: int, capacity: int) -> None:
+    model = decoder()
+    paged_attention.lower(model, BLOCK)
+    with pytest.raises(ValueError, match=f"a cache of {batch} rows of {capacity} tokens"):
+        session_of(model).allocate(batch, capacity)
 
 
 def test_a_graph_over_rows_is_no_engine_over_blocks() -> None:

@@ -27,15 +27,33 @@ GPUS = [
     if (target := targets.load(name)).kind == "gpu" and "onnxruntime" in target.engines
 ]
 VOCABULARIES = (32_000, 128_256, 151_936, 262_144)
-# Rows of one TopK over a whole row that are all on the device at once: (H100 SXM, L4, T4).
-AT_ONCE = {32_000: (660, 174, 40), 128_256: (113, 41, 17), 151_936: (113, 41, 17), 262_144: (52, 19, 8)}
+# Rows of each of VOCABULARIES whose largest are taken at once, on a device of every SM; the slow tests ask the wheel.
+AT_ONCE = {
+    "t4": (40, 17, 17, 8),
+    "a100-80": (432, 92, 92, 43),
+    "a10g": (240, 57, 57, 26),
+    "l4": (174, 41, 41, 19),
+    "h100-sxm": (660, 113, 113, 52),
+    "rtx-5090": (510, 121, 121, 56),
+}
+CUDA_PAGE = Path(__file__).parents[3] / "docs" / "cuda.md"
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-def test_a_device_holds_so_many_rows_of_one_topk_at_once(vocabulary: int) -> None:
-    for name, wanted in zip(("h100-sxm", "l4", "t4"), AT_ONCE[vocabulary], strict=True):
+def test_a_device_of_every_sm_holds_so_many_rows_of_one_topk_at_once() -> None:
+    assert {int(targets.load(name).require_gpu().sm) for name in AT_ONCE} == set(topk._MULTIPROCESSORS)
+    for name, wanted in AT_ONCE.items():
         gpu = targets.load(name).require_gpu()
-        assert topk.rows_at_once(vocabulary, int(gpu.sm), gpu.multiprocessors) == wanted
+        assert tuple(topk.rows_at_once(each, int(gpu.sm), gpu.multiprocessors) for each in VOCABULARIES) == wanted
+
+
+def test_the_docs_say_how_many_rows_are_taken_at_once() -> None:
+    page = CUDA_PAGE.read_text(encoding="utf-8")
+    for title, name in (("H100 SXM, H200", "h100-sxm"), ("A100", "a100-80"), ("L4", "l4"), ("T4", "t4")):
+        small, large, same, largest = AT_ONCE[name]
+        assert large == same
+        assert f"| {title} | {small} | {large} | {largest} |" in page
+    h200 = targets.load("h200").require_gpu()
+    assert [topk.rows_at_once(each, 90, h200.multiprocessors) for each in VOCABULARIES] == [*AT_ONCE["h100-sxm"]]
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -50,13 +68,17 @@ def test_no_bucket_leaves_the_fast_kernel(name: str, vocabulary: int) -> None:
             widest = max(np.diff(ends))
             assert 0 < widest <= topk.rows_at_once(vocabulary, int(gpu.sm), gpu.multiprocessors)
             if processors:
-                assert len(starts) < -(-most // AT_ONCE[vocabulary][2])
+                assert len(starts) < -(-most // AT_ONCE["t4"][VOCABULARIES.index(vocabulary)])
 
 
 def test_all_rows_are_taken_at_once_where_that_is_fast() -> None:
     assert topk.slices(64, 128_256, 90, 132) == ()
     assert topk.slices(256, 128_256, 90, 132) == (113, 226)
     assert topk.slices(256, 8_000, 90, 132) == ()  # one block a row, whatever is sliced
+    assert topk.slices(10_000, 8_191, 90, 132) == () != topk.slices(10_000, 8_192, 90, 132)
+    assert topk.rows_at_once(256 * 3328 + 1, 90, 132) == 0  # more partitions than any kernel merges
+    assert topk.slices(256, 256 * 3328 + 1, 90, 132) == ()
+    assert topk.rows_at_once(256 * 3328, 90, 132) > 0
 
 
 def test_a_lowered_graph_takes_the_largest_in_slices_where_its_target_wants_them() -> None:
@@ -67,6 +89,17 @@ def test_a_lowered_graph_takes_the_largest_in_slices_where_its_target_wants_them
         lowered, changes = lower(prepared(form=form), EngineSpec(max_context=64, max_batch=most, kv_cache="slots"))
         assert sum(node.op_type == "TopK" for node in lowered.graph) == count
         assert any("2 slices of rows" in each.what for each in changes.rewritten) is (count == 2)
+
+
+@pytest.mark.parametrize(("kv_cache", "dims"), [("slots", 2), ("paged", 1)])
+def test_rows_of_a_step_over_slots_choose_their_own_logits(kv_cache: str, dims: int) -> None:
+    """So that prompts of several sequences are one step; over blocks all tokens are one row."""
+    from .test_cuda import lower, prepared
+
+    lowered, _ = lower(prepared(), EngineSpec(max_context=64, max_batch=2, kv_cache=kv_cache))
+    [rows] = [value for value in lowered.graph.inputs if value.name == "logits_rows"]
+    assert rows.shape is not None
+    assert len(rows.shape) == dims
 
 
 def graph(vocabulary: int, slices: tuple[int, ...]) -> ort.InferenceSession:
@@ -123,7 +156,7 @@ def test_heads_pass_over_each_logit_as_often_as_is_said() -> None:
     }  # of one row each, and views
     assert moved == {"TopK": 4, "Sub": 8, "Div": 8, "Exp": 8, "Greater": 5, "Where": 9, "ReduceSum": 4}
     assert 6 + sum(moved.values()) == 52
-    said = (Path(__file__).parents[3] / "docs" / "cuda.md").read_text(encoding="utf-8")
+    said = CUDA_PAGE.read_text(encoding="utf-8")
     assert (
         "52 bytes an id (cast 6, TopK 4, the difference to the largest, its division and exp 8 each, comparison 5,"
         in said
@@ -135,5 +168,5 @@ def test_the_docs_count_the_nodes_of_a_guess() -> None:
     add_topk_outputs(model)
     before = nodes(model)
     feed_back(model)
-    page = (Path(__file__).parents[3] / "docs" / "cuda.md").read_text(encoding="utf-8")
+    page = CUDA_PAGE.read_text(encoding="utf-8")
     assert f"The guess is {nodes(model) - before} small nodes" in page

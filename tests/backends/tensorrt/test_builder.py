@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
@@ -206,6 +207,9 @@ def test_three_profiles_cover_prefill_decode_and_several_prompts() -> None:
 
 
 def test_a_short_context_bounds_the_prefill() -> None:
+    assert len(profiles.of(decoder(), EngineSpec(max_context=64, max_batch=2))) == 3  # 2 rows of 64 tokens just fit
+    assert len(profiles.of(decoder(), EngineSpec(max_context=63, max_batch=2))) == 2
+    assert len(profiles.of(decoder(), EngineSpec(max_context=64, max_batch=1))) == 2
     prefill, _ = profiles.of(decoder(), EngineSpec(max_context=48))
     assert prefill.shapes["input_ids"][2] == (1, 48)
     assert prefill.shapes["logits_rows"][2] == (1, 48)
@@ -324,3 +328,36 @@ def test_a_digest_tells_names_and_contents_apart(tmp_path: Path) -> None:
     first = plan_cache.digest(tmp_path / MODEL_FILE, tmp_path / DATA_FILE)
     (tmp_path / DATA_FILE).write_bytes(b"y")
     assert first != plan_cache.digest(tmp_path / MODEL_FILE, tmp_path / DATA_FILE)
+
+
+class Computed(SimpleNamespace):
+    """What a layer of a network gives, as numbers; it is its own output."""
+
+    def get_output(self, index: int) -> Computed:
+        assert index == 0
+        return self
+
+
+class Network:
+    """The calls of INetworkDefinition that lengths are made with, computed by numpy."""
+
+    def add_shape(self, of: Computed) -> Computed:
+        return Computed(values=np.array(of.values.shape, np.int64))
+
+    def add_slice(self, of: Computed, start: tuple[int], shape: tuple[int], stride: tuple[int]) -> Computed:
+        places = start[0] + stride[0] * np.arange(shape[0])
+        return Computed(values=of.values[places])
+
+    def add_cast(self, of: Computed, dtype: type) -> Computed:
+        return Computed(values=of.values.astype(dtype))
+
+    def add_elementwise(self, a: Computed, b: Computed, operation: np.ufunc) -> Computed:
+        assert a.values.dtype == b.values.dtype
+        return Computed(values=operation(a.values, b.values))
+
+
+def test_lengths_of_keys_are_the_past_of_each_row_and_the_tokens_of_the_step() -> None:
+    api = SimpleNamespace(int32=np.int32, ElementWiseOperation=SimpleNamespace(SUM=np.add))
+    past, ids = Computed(values=np.array([0, 7, 30], np.int32)), Computed(values=np.zeros((3, 5), np.int64))
+    total = layers._lengths(Network(), api, past, ids)
+    assert (total.values.tolist(), total.values.dtype, total.name) == ([5, 12, 35], np.int32, "key_value_lengths")

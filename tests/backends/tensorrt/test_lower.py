@@ -317,6 +317,8 @@ def test_what_has_no_way_through_is_refused_by_name(name: str) -> None:
     with pytest.raises(UnsupportedError, match="TensorRT for target rtx-4090 does not support") as caught:
         lower.lower(model, TARGET, SPEC)
     assert caught.value.hint
+    more = len(lower.unsupported(model)) - 3
+    assert caught.value.message.endswith(f"; and {more} more") if more > 0 else " more" not in caught.value.message
 
 
 def _experts(count: int, top_k: int) -> canonical.MoE:

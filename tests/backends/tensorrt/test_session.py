@@ -158,6 +158,7 @@ def test_a_decode_step_copies_heads_and_waits_once(bench, rtx):
     bench.engine = FakeEngine(with_heads(), bench.cuda, CAPACITY, ((1, CHUNK), (ROWS, 1)))
     session, cuda = bench.load(rtx=rtx, vocabulary=VOCABULARY), bench.cuda
     assert session.decodes_ahead
+    assert session._host_inputs == {"total_sequence_length"}  # where the plan says so
     cache = session.allocate(ROWS, CAPACITY)
     temperatures = np.array([1, 0.5, 2, 1], np.float32)
     head, (_, size) = 4 * (2 * HEAD + mass_blocks(VOCABULARY)[0]), mass_blocks(VOCABULARY)
@@ -178,6 +179,9 @@ def test_a_decode_step_copies_heads_and_waits_once(bench, rtx):
         assert cuda.fetched[1:] == [4 * VOCABULARY, 4 * size, 4 * size]
     with pytest.raises(ValueError, match="top logits of one token a row"):
         session.begin_decode(StepInputs(tokens(2), lengths(0), temperatures=temperatures[:1]), cache.rows(0, 1))
+    other = session.allocate(1, CAPACITY - 1)  # whose rows do not lie as the plan wants them
+    with pytest.raises(ValueError, match="and caches of"):
+        session.begin_decode(StepInputs(tokens(1), lengths(0), temperatures=temperatures[:1]), other)
 
 
 def test_heads_of_a_small_vocabulary_lie_where_tensorrt_takes_them(bench):

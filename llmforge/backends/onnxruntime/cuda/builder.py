@@ -21,7 +21,6 @@ from llmforge.backends.loading import module_of
 from llmforge.backends.onnxruntime import PAGED, kernels
 from llmforge.backends.onnxruntime import builder as standard
 from llmforge.backends.onnxruntime.cuda import graphs as cuda_graphs
-from llmforge.backends.onnxruntime.cuda import operators as cuda_collectives
 from llmforge.backends.onnxruntime.cuda import operators as cuda_operators
 from llmforge.backends.onnxruntime.cuda import tensorrt, topk
 from llmforge.backends.onnxruntime.cuda.captured import failed_operator
@@ -58,10 +57,12 @@ def require_host(target: Target, spec: EngineSpec) -> None:
     """Return if the GPU of `target` is here: an engine is loaded and its steps are captured as it is built.
 
     Raises:
-        EnvironmentLacks: it is not.
+        EnvironmentLacks: it is not, or `spec` wants TensorRT, which is not here.
         UnsupportedError: the wheel has no code for it.
     """
     require_device(target, spec)
+    if spec.tensorrt:
+        tensorrt.require_here()
 
 
 def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, Changes]:
@@ -82,7 +83,7 @@ def lower(model: ir.Model, target: Target, spec: EngineSpec) -> tuple[ir.Model, 
             hint="choose `engine: {backend: tensorrt-rtx}` or `tensorrt`, or leave sparsify-weights out of the recipe",
         )
     changes, meeting = Changes(), model.clone()
-    met = cuda_collectives.write_collectives(meeting)
+    met = cuda_operators.write_collectives(meeting)
     lowered, changes.rewritten = standard.expand(meeting)
     changes.rewritten += met
     blocked = (reason := _slots_reason(lowered, target, spec)) is None

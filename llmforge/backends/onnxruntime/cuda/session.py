@@ -37,7 +37,7 @@ from llmforge import native
 from llmforge.backends.onnxruntime.cuda import tensorrt
 from llmforge.backends.onnxruntime.cuda.captured import EAGER, CapturedSession
 from llmforge.backends.onnxruntime.session import open_graph, run_bound, session_options
-from llmforge.base.errors import EnvironmentLacks, RunFailed, UnsupportedError
+from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.ir import interface
 from llmforge.ir.interface import Draw
 from llmforge.native import nccl
@@ -314,8 +314,8 @@ class DeviceSession(CapturedSession[DeviceCache]):
 
     def _launch_in_place(self, *step: Any) -> None:
         """Send the graph to the device, as `_launch` does, for one row of logits of each text."""
-        if not self._launch(*step):
-            raise RunFailed("the graph declares other logits than those of one row")
+        in_place = self._launch(*step)
+        assert in_place  # what declares other rows has top logits of none
 
     def _capture(self, cache: DeviceCache) -> None:
         """Capture the planned steps over the rows of `cache`."""
@@ -405,17 +405,14 @@ class Binding:
                 self._inputs[name] = bound
 
     def bind_logits(self, buffer: Buffer | None, shape: tuple[int, ...]) -> None:
-        """Let logits of `shape` go to `buffer`; None: to memory of ONNX Runtime's own."""
-        wanted = (buffer, shape if buffer is not None else ())
-        if wanted == self._logits:
-            return
+        """Let logits of `shape` go to `buffer`; None: to memory of ONNX Runtime's own, which it reserves anew."""
         kind, index = self._device.kind, self._device.index
-        if buffer is None:
+        if buffer is None:  # what the step before left there has its shape, which no other step may have
             self.binding.bind_output(interface.LOGITS, kind, index)
-        else:
+        elif (buffer, shape) != self._logits:
             buffer.at(0, int(np.prod(shape)) * LOGIT_BYTES)
             self.binding.bind_output(interface.LOGITS, kind, index, FLOAT, shape, buffer.address)
-        self._logits = wanted
+        self._logits = (buffer, shape)
 
     def bind_top_logits(self, buffers: TopLogitsBuffers, rows: int) -> None:
         """Let top logits of so many rows go to `buffers`; where they have no room, to memory of ONNX Runtime's own."""
