@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from difflib import SequenceMatcher
 from functools import partial
 
 from llmforge.metrics import catalog, units
 from llmforge.metrics.behaviour.outcomes import CHECKS
-from llmforge.metrics.behaviour.results import PREFIX, BehaviourResult, ChatPair, OutcomeValues
+from llmforge.metrics.behaviour.results import PREFIX, BehaviourResult, OutcomeValues
 from llmforge.metrics.metric import Metric
 from llmforge.metrics.tasks import ScoreFigures
 
@@ -16,10 +14,6 @@ Row = tuple[str, ...]
 
 SIDES = ("Checkpoint", "Artifact")  # what is held against, and what is measured
 _MEASURED = ("DIFFERENCE", "95 % INTERVAL")
-_WORDS = re.compile(r"\w+|\s+|[^\w\s]")
-_ALIKE = 4  # words, signs and spaces that both sides have before they are no longer marked: fewer agree by chance
-
-Pieces = list[tuple[str, bool]]  # text, and whether the other side has it not
 
 
 def rows(found: BehaviourResult, sides: tuple[str, str] = SIDES) -> list[Row]:
@@ -44,23 +38,6 @@ def slice_rows(found: BehaviourResult, sides: tuple[str, str] = SIDES) -> list[R
 def title(name: str) -> str:
     """Give the title of an outcome."""
     return catalog.named(f"{PREFIX}{name}").title
-
-
-def pieces(chat: ChatPair) -> tuple[Pieces, Pieces]:
-    """Split both answers of a chat, the checkpoint's first, into what both have and what differs, word by word."""
-    sides: tuple[Pieces, Pieces] = ([(chat.shared, False)], [(chat.shared, False)])
-    left, right = (_WORDS.findall(text) for text in (chat.baseline, chat.artifact))
-    blocks = SequenceMatcher(None, left, right, autojunk=False).get_matching_blocks()
-    at = [0, 0]
-    for block in blocks:
-        ends = block.a + block.size == len(left) and block.b + block.size == len(right)
-        if block.size < _ALIKE and not ends:
-            continue
-        for side, words, old, new in zip(sides, (left, right), at, (block.a, block.b), strict=True):
-            side += [("".join(words[old:new]), True), ("".join(words[new : new + block.size]), False)]
-        at = [block.a + block.size, block.b + block.size]
-    theirs, ours = ([piece for piece in side if piece[0]] for side in sides)
-    return theirs, ours
 
 
 def _cells(metric: Metric, figures: ScoreFigures) -> Row:
