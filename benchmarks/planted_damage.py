@@ -55,7 +55,7 @@ from llmforge.serving.protocol.answer import reasoning_of
 
 CONTEXT, TEXTS, TEXT_TOKENS = 1024, 48, 128  # of the model; documents of the KLD, and tokens of each
 SAMPLES, HONEST = 20, "none"
-PARTS = 4  # of the chats, that several processes measure
+PARTS = 8  # of the chats, that several processes measure
 EIGHT_BITS = f"{HONEST}: weights in 8 bits"
 FRENCH = [
     "le",
@@ -292,13 +292,13 @@ class PlantedRun:
         return pickle.loads(file.read_bytes())
 
     def damaged(
-        self, name: str, damage: Callable[[], AbstractContextManager[None]], only: int | None = None
+        self, name: str, damage: Callable[[], AbstractContextManager[None]], only: Collection[int] = ()
     ) -> tuple[list[BehaviourAnswer], Estimate] | None:
-        """Let the model answer and read with a damage; `only` a part of the prompts, for what is kept."""
+        """Let the model answer and read with a damage; `only` parts of the prompts, for what is kept."""
         order = sorted(range(len(self.prompts)), key=lambda at: len(self.prompts[at].ids))
         found: dict[int, BehaviourAnswer] = {}
         size = -(-len(order) // PARTS)
-        for part in range(PARTS) if only is None else [only]:
+        for part in only or range(PARTS):
             chosen = order[part * size : (part + 1) * size]
 
             def measure(chosen: list[int] = chosen) -> list[BehaviourAnswer]:
@@ -306,7 +306,7 @@ class PlantedRun:
                     return self._answers([self.prompts[at] for at in chosen])
 
             found |= zip(chosen, self.kept(f"{name}, part {part} of {PARTS}", measure), strict=True)
-        if only is not None and only > 0:
+        if only and 0 not in only:
             return None
 
         def measure_kld() -> Estimate:
@@ -314,7 +314,7 @@ class PlantedRun:
                 return self.kld()
 
         kld: Estimate = self.kept(f"{name}, KLD", measure_kld)
-        return None if only is not None else ([found[at] for at in range(len(order))], kld)
+        return None if only else ([found[at] for at in range(len(order))], kld)
 
     def _answers(self, prompts: Sequence[ChatPrompt]) -> list[BehaviourAnswer]:
         read = self.side.along(prompts)
@@ -451,7 +451,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=TEXTS)
     parser.add_argument("--work", type=Path, help="folder that keeps results, to go on from")
     parser.add_argument("--only", help="measure the damages whose names hold this, for --work, and print no table")
-    parser.add_argument("--part", type=int, choices=range(PARTS), help="measure this part of the chats alone")
+    parser.add_argument("--part", type=int, nargs="+", choices=range(PARTS), default=[], help="parts of the chats")
     given = parser.parse_args()
     began = time.process_time()
     run = prepare(

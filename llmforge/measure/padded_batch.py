@@ -28,9 +28,8 @@ class PaddedBatch:
         from llmforge.trace.hooks import internals
 
         begin = _shared(texts, keep) if shares and len(texts) > 1 else 0
-        batch = cls(
-            model, {internals.cache_argument(model): DynamicCache(config=model.config)}, torch.ones(1, 0, dtype=int)
-        )
+        cache = DynamicCache(config=model.config)
+        batch = cls(model, {internals.cache_argument(model): cache}, torch.ones((1, 0), dtype=torch.long))
         if begin:
             batch.step(torch.tensor([[*texts[0][:begin]]]))
             batch.cache.batch_repeat_interleave(len(texts))
