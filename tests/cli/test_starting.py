@@ -85,6 +85,12 @@ def test_a_recipe_and_its_text(home: Path) -> None:
     assert recipe.validation.quality is not None
     read = [path.name for path in (*recipe.calibration.data, *recipe.validation.quality.data)]
     assert read == names
+    chats = {name: dict(gate.limits) for name, gate in recipe.gates.items() if name.startswith("behaviour.")}
+    assert chats == {
+        "behaviour.length_change": {"max": 1}, "behaviour.answer_odds": {"drop_max": 0.5},
+        "behaviour.end_shift": {"max": 1},
+    }  # fmt: skip
+    assert recipe.validation.behaviour is not None
     planned = invoke("plan", "docs-llama-7m.yaml")
     assert planned.exit_code == 0
     assert "weights int4" in planned.stdout
@@ -135,6 +141,8 @@ def test_without_a_chat_template_there_are_no_chats(home: Path) -> None:
     assert recipe.calibration is not None
     assert [path.name for path in recipe.calibration.data] == ["calibration.jsonl"]
     assert not (home / "text" / "chat-calibration.jsonl").exists()
+    assert recipe.validation.behaviour is None
+    assert not [name for name in recipe.gates if name.startswith("behaviour.")]
 
 
 CHAT = '{"messages": [{"role": "user", "content": "Who?"}]}'
