@@ -15,30 +15,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
+import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from llmforge import recipes
 from llmforge.checkpoint import Checkpoint
 from llmforge.gates import decision
 from llmforge.gates.decision import GateResult, Verdict
-from llmforge.measure import behaviour
+from llmforge.measure import behaviour, decisive_tokens
 from llmforge.measure.baseline import Baseline
 from llmforge.measure.behaviour import ChatPrompt
 from llmforge.measure.decisive_tokens import DecisiveTokens
-from llmforge.measure.scoring import CheckpointSide, Likelihood, Pair, Reduce, likelihood
+from llmforge.measure.scoring import CheckpointSide, ReduceRows, before_end
 from llmforge.metrics import attribution, catalog
 from llmforge.metrics.behaviour import answer, results
-from llmforge.metrics.behaviour.answer import BehaviourAnswer
+from llmforge.metrics.behaviour.answer import BehaviourAnswer, TokenOdds
 from llmforge.metrics.behaviour.document import MOST_TOKENS, read_documents
 from llmforge.metrics.behaviour.results import BehaviourResult
 from llmforge.metrics.intervals import Estimate
@@ -46,9 +51,11 @@ from llmforge.metrics.metric import Measured
 from llmforge.recipe import GateSpec
 from llmforge.serving.prompts import PromptEncoder
 from llmforge.serving.protocol import tool_prompt
+from llmforge.serving.protocol.answer import reasoning_of
 
 CONTEXT, TEXTS, TEXT_TOKENS = 1024, 48, 128  # of the model; documents of the KLD, and tokens of each
 SAMPLES, HONEST = 20, "none"
+PARTS = 8  # of the chats, that several processes measure
 EIGHT_BITS = f"{HONEST}: weights in 8 bits"
 FRENCH = [
     "le",
@@ -129,20 +136,20 @@ class PlantedModel:
                     if name in kept:
                         weight.copy_(kept[name])
 
-    def damages(self) -> Iterator[tuple[str, AbstractContextManager[None]]]:
+    def damages(self) -> Iterator[tuple[str, Callable[[], AbstractContextManager[None]]]]:
         """Name every damage that this model has a place for, the honest ones first."""
         layers = self.module.config.num_hidden_layers
-        yield EIGHT_BITS, self.rounded(8, "")
-        yield f"{HONEST}: weights in 6 bits", self.rounded(6, "")
+        yield EIGHT_BITS, partial(self.rounded, 8, "")
+        yield f"{HONEST}: weights in 6 bits", partial(self.rounded, 6, "")
         if answer.CALLS in self.tokens:
-            yield "row of the token of calls × 0.5", self.logits(self.tokens[answer.CALLS], lambda x: 0.5 * x)
-        yield "end of text + 3", self.logits(self.tokens[answer.ENDS], lambda x: x + 3)
-        yield "end of text − 3", self.logits(self.tokens[answer.ENDS], lambda x: x - 3)
-        yield "brackets − 4", self.logits(self.tokens[answer.BRACKETS], lambda x: x - 4)
-        yield "one layer in 2 bits", self.rounded(2, f"layers.{layers // 2}.")
+            yield "row of the token of calls × 0.5", partial(self.logits, self.tokens[answer.CALLS], lambda x: 0.5 * x)
+        yield "end of text + 3", partial(self.logits, self.tokens[answer.ENDS], lambda x: x + 3)
+        yield "end of text − 3", partial(self.logits, self.tokens[answer.ENDS], lambda x: x - 3)
+        yield "brackets − 4", partial(self.logits, self.tokens[answer.BRACKETS], lambda x: x - 4)
+        yield "one layer in 2 bits", partial(self.rounded, 2, f"layers.{layers // 2}.")
         if answer.THOUGHTS in self.tokens:
-            yield "thoughts never end", self.logits(self.tokens[answer.THOUGHTS], lambda x: x - 30)
-        yield "French is lost", self.logits(self._french(), lambda x: x - 12)
+            yield "thoughts never end", partial(self.logits, self.tokens[answer.THOUGHTS], lambda x: x - 30)
+        yield "French is lost", partial(self.logits, self._french(), lambda x: x - 12)
 
     def _french(self) -> set[int]:
         tokenizer = self.encoder.tokenizer
@@ -159,51 +166,84 @@ def to_nearest(weight: torch.Tensor, bits: int) -> torch.Tensor:
 
 @dataclass
 class PlantedSide:
-    """A checkpoint's side that reads a text once: where weights are as they were, hidden states are, too."""
+    """A checkpoint's side that keeps what the model as it is said, and the hidden states that it chose by."""
 
     model: PlantedModel
     side: CheckpointSide
-    hidden: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # [S, H], by text
-    said: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # by prompt, of the model as it is
-    description: str = "planted"
+    tokens: DecisiveTokens
+    hidden: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # [S, H], by prompt or text
+    said: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # by prompt
 
-    def logits(self, ids: Sequence[int], first: int) -> torch.Tensor:
-        """Compute the logits [S - first, V] after tokens of a text, from number `first` on."""
+    def answers_read(
+        self, prompts: Sequence[Sequence[int]], counts: Sequence[int], reduce: ReduceRows | None
+    ) -> list[tuple[list[int], list[Any]]]:
+        """Answer as the model as it is does, and keep answers and hidden states."""
+        assert reduce is not None
+        states: list[torch.Tensor] = []  # [B, 1, H] of the latest step
+
+        def kept(module: object, given: tuple[torch.Tensor]) -> None:
+            states[:] = [given[0]]
+
+        def both(logits: NDArray[np.float32], tokens: Sequence[int]) -> Iterator[tuple[Any, torch.Tensor]]:
+            return zip(reduce(logits, tokens), states[0][:, -1].clone(), strict=True)
+
+        hook = self.model.module.lm_head.register_forward_pre_hook(kept)
+        try:
+            made = self.side.answers_read(prompts, counts, both)
+        finally:
+            hook.remove()
+        for ids, (said, rows) in zip(prompts, made, strict=True):
+            self.said[tuple(ids)] = said
+            self.hidden[tuple(ids)] = torch.stack([state for _, state in rows])
+        return [(said, [row for row, _ in rows]) for said, rows in made]
+
+    def logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """Compute the logits [S, V] of a text."""
         with torch.inference_mode():
             if self.model.rounds:
-                made: torch.Tensor = self.model.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0, first:]
+                made: torch.Tensor = self.model.module(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
                 return made
             if tuple(ids) not in self.hidden:
                 inside = self.model.module.model(input_ids=torch.tensor([ids]), use_cache=False)
                 self.hidden[tuple(ids)] = inside.last_hidden_state[0]
-            found: torch.Tensor = self.model.module.lm_head(self.hidden[tuple(ids)][first:])
+            found: torch.Tensor = self.model.module.lm_head(self.hidden[tuple(ids)])
             return found
 
-    def read(self, pairs: Sequence[Pair], reduce: Reduce) -> list[Any]:
-        """Give what `reduce` makes of what follows each context."""
-        return [
-            reduce(self.logits([*context, *text[:-1]], len(context) - 1).numpy()[: len(text)], text)
-            for context, text in pairs
-        ]
+    def along(self, prompts: Sequence[ChatPrompt]) -> list[tuple[NDArray[np.float64], list[int]]]:
+        """Read what the model as it is said to each prompt: odds [S, 1 + kinds], and the likeliest tokens [S].
 
-    def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
-        """Say how likely what follows each context is."""
-        return self.read(pairs, likelihood)
+        An answer that ended has its end, too.
+        """
+        texts = [self._whole(prompt) for prompt in prompts]
 
-    def answers(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
-        """Answer greedily; who would say the same token by token as the model as it is, says what that said."""
-        asked = [at for at, (ids, count) in enumerate(zip(prompts, counts, strict=True)) if not self._says(ids, count)]
-        made = self.side.answers([prompts[at] for at in asked], [counts[at] for at in asked]) if asked else []
-        new = dict(zip(asked, made, strict=True))
-        return [new.get(at, self.said.get(tuple(ids), [])) for at, ids in enumerate(prompts)]
+        def reduce(logits: NDArray[np.float32], text: Sequence[int]) -> tuple[NDArray[np.float64], list[int]]:
+            return self.tokens.odds(logits, text), logits.argmax(-1).tolist()
 
-    def _says(self, prompt: Sequence[int], count: int) -> bool:
-        said = self.said.get(tuple(prompt))
-        if said is None or self.model.rounds:
-            return False
-        chosen = self.logits([*prompt, *said], len(prompt) - 1).argmax(-1).tolist()
-        ends = self.model.tokens[answer.ENDS]
-        return chosen[: len(said)] == said and (len(said) == count or chosen[-1] in ends)
+        if self.model.rounds:
+            return self.side.read([(prompt.ids, text) for prompt, text in zip(prompts, texts, strict=True)], reduce)
+        with torch.inference_mode():
+            made = (self.model.module.lm_head(self.hidden[tuple(prompt.ids)]).numpy() for prompt in prompts)
+            return [reduce(logits, text) for logits, text in zip(made, texts, strict=True)]
+
+    def answers(self, prompts: Sequence[ChatPrompt], likeliest: Sequence[list[int]]) -> list[list[int]]:
+        """Answer greedily: where the likeliest tokens leave what the model as it is said, go on from there."""
+        found, going = [], []
+        for at, (prompt, best) in enumerate(zip(prompts, likeliest, strict=True)):
+            whole, ends = self._whole(prompt), self.model.tokens[answer.ENDS]
+            same = next((n for n, (a, b) in enumerate(zip(whole, best, strict=True)) if a != b), len(whole))
+            found.append(before_end([*whole[:same], *best[same : same + 1]], ends))
+            left = same < len(whole) and best[same] not in ends and whole[same] != best[same]
+            if left and len(found[at]) < prompt.document.max_tokens:
+                going.append(at)
+        asked = [[*prompts[at].ids, *found[at]] for at in going]
+        counts = [prompts[at].document.max_tokens - len(found[at]) for at in going]
+        for at, said in zip(going, self.side.answers(asked, counts) if going else [], strict=True):
+            found[at] += said
+        return found
+
+    def _whole(self, prompt: ChatPrompt) -> list[int]:
+        said = self.said[tuple(prompt.ids)]
+        return [*said, *(self.model.tokens[answer.ENDS][:1] if len(said) < prompt.document.max_tokens else ())]
 
 
 @dataclass
@@ -214,29 +254,82 @@ class PlantedRun:
     side: PlantedSide
     prompts: list[ChatPrompt]
     texts: list[list[int]]
-    said: list[list[int]]
     beside: list[BehaviourAnswer]
-    expected: list[torch.Tensor]  # log-probabilities [S, V] of texts
+    work: Path | None = None  # where results are kept, to go on from
+    expected: list[torch.Tensor] = field(default_factory=list)  # log-probabilities [S, V] of texts
 
     @classmethod
     def of(
-        cls, model: PlantedModel, side: PlantedSide, prompts: list[ChatPrompt], texts: list[list[int]]
+        cls,
+        model: PlantedModel,
+        side: PlantedSide,
+        prompts: list[ChatPrompt],
+        texts: list[list[int]],
+        work: Path | None = None,
     ) -> PlantedRun:
         """Let the model as it is answer."""
-        said = behaviour.ask(side, prompts, lambda done, total: None)
-        side.said = {tuple(prompt.ids): ids for prompt, ids in zip(prompts, said, strict=True)}
-        beside = behaviour.read(side, prompts, said, model.encoder, said)
-        run = cls(model, side, prompts, texts, said, beside, [])
-        run.expected = run._log_probabilities()
+        run = cls(model, side, prompts, texts, [], work)
+
+        def measure() -> Any:
+            said, sure = behaviour.ask_reading(side, prompts, side.tokens, lambda done, total: None)
+            expected = [side.logits(ids).log_softmax(-1) for ids in texts]
+            return read_all(prompts, said, sure, model.encoder), side.hidden, side.said, expected
+
+        run.beside, side.hidden, side.said, run.expected = run.kept("as it is", measure)
         return run
 
-    def _log_probabilities(self) -> list[torch.Tensor]:
-        return [self.side.logits(ids, 0).log_softmax(-1) for ids in self.texts]
+    def kept(self, name: str, measure: Callable[[], Any]) -> Any:
+        """Measure, or take what was measured before."""
+        if self.work is None:
+            return measure()
+        file = self.work / f"{hashlib.sha256(name.encode()).hexdigest()[:12]}.pickle"
+        if not file.exists():
+            found = measure()
+            self.work.mkdir(parents=True, exist_ok=True)
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_bytes(pickle.dumps(found))
+            part.rename(file)
+        return pickle.loads(file.read_bytes())
 
-    def answers(self) -> list[BehaviourAnswer]:
-        """Let the model as it is now answer."""
-        said = behaviour.ask(self.side, self.prompts, lambda done, total: None)
-        return behaviour.read(self.side, self.prompts, said, self.model.encoder, self.said)
+    def damaged(
+        self, name: str, damage: Callable[[], AbstractContextManager[None]], only: Collection[int] = ()
+    ) -> tuple[list[BehaviourAnswer], Estimate] | None:
+        """Let the model answer and read with a damage; `only` parts of the prompts, for what is kept."""
+        order = sorted(range(len(self.prompts)), key=lambda at: len(self.prompts[at].ids))
+        found: dict[int, BehaviourAnswer] = {}
+        size = -(-len(order) // PARTS)
+        for part in only or range(PARTS):
+            chosen = order[part * size : (part + 1) * size]
+
+            def measure(chosen: list[int] = chosen) -> list[BehaviourAnswer]:
+                with damage():
+                    return self._answers([self.prompts[at] for at in chosen])
+
+            found |= zip(chosen, self.kept(f"{name}, part {part} of {PARTS}", measure), strict=True)
+        if only and 0 not in only:
+            return None
+
+        def measure_kld() -> Estimate:
+            with damage():
+                return self.kld()
+
+        kld: Estimate = self.kept(f"{name}, KLD", measure_kld)
+        return None if only else ([found[at] for at in range(len(order))], kld)
+
+    def _answers(self, prompts: Sequence[ChatPrompt]) -> list[BehaviourAnswer]:
+        read = self.side.along(prompts)
+        said = self.side.answers(prompts, [best for _, best in read])
+        sure = [
+            decisive_tokens.answer_of(
+                self.side.said[tuple(prompt.ids)],
+                [*odds],
+                self.side.tokens,
+                prompt.document.max_tokens,
+                tools=prompt.use is not None,
+            )
+            for prompt, (odds, _) in zip(prompts, read, strict=True)
+        ]
+        return read_all(prompts, said, sure, self.model.encoder)
 
     def behaviour(self, ours: list[BehaviourAnswer], chosen: Sequence[int]) -> BehaviourResult:
         """Hold answers to chosen documents, some perhaps several times, against those of the model as it is."""
@@ -246,9 +339,25 @@ class PlantedRun:
 
     def kld(self) -> Estimate:
         """Measure the mean KLD of the model as it is now."""
-        pairs = zip(self.expected, self._log_probabilities(), strict=True)
-        sums = np.array([float((a.exp() * (a - b)).sum()) for a, b in pairs], np.float64)
+        made = (self.side.logits(ids).log_softmax(-1) for ids in self.texts)
+        sums = np.array(
+            [float((a.exp() * (a - b)).sum()) for a, b in zip(self.expected, made, strict=True)], np.float64
+        )
         return attribution.estimate(sums, np.array([len(ids) for ids in self.texts], np.float64))
+
+
+def read_all(
+    prompts: Sequence[ChatPrompt],
+    said: Sequence[Sequence[int]],
+    sure: Sequence[Mapping[str, TokenOdds]],
+    encoder: PromptEncoder,
+) -> list[BehaviourAnswer]:
+    """Take answers apart."""
+    reasoning = reasoning_of(encoder)
+    return [
+        replace(behaviour.read_answer(prompt, ids, encoder, reasoning), odds=odds)
+        for prompt, ids, odds in zip(prompts, said, sure, strict=True)
+    ]
 
 
 def judged(found: BehaviourResult, kld: Estimate, limit: float, names: Collection[str]) -> tuple[GateResult, ...]:
@@ -272,15 +381,14 @@ def row(name: str, kld: Estimate, gates: tuple[GateResult, ...]) -> str:
     return f"| {name} | {kld.value:.4f} | {by_kld} | {', '.join(caught) or '–'} |"
 
 
-def table(run: PlantedRun, limit: float, only: str = "") -> Iterator[str]:
+def table(run: PlantedRun, limit: float, names: Sequence[str] = tuple(GATES)) -> Iterator[str]:
     """Plant each damage, and give the rows of the table, the first without a damage."""
-    names, everything = list(GATES), range(len(run.prompts))
+    everything = range(len(run.prompts))
     for name, damage in run.model.damages():
         honest = name.startswith(HONEST)
-        if only not in name and not honest:
-            continue
-        with damage:
-            ours, kld = run.answers(), run.kld()
+        measured = run.damaged(name, damage)
+        assert measured is not None
+        ours, kld = measured
         gates = judged(run.behaviour(ours, everything), kld, limit, names)
         if name == EIGHT_BITS:
             few = [each.metric.removeprefix(results.PREFIX) for each in gates if each.verdict is Verdict.INCONCLUSIVE]
@@ -308,6 +416,7 @@ def prepare(
     most: int = MOST_TOKENS,
     texts: int = TEXTS,
     threads: int = 1,
+    work: Path | None = None,
 ) -> PlantedRun:
     """Load a checkpoint, the chats that it can be asked, and texts."""
     checkpoint = Checkpoint.open(folder)
@@ -319,11 +428,13 @@ def prepare(
     prompts, notes = behaviour.prepare(documents, encoder)
     print(*notes, sep="\n", file=sys.stderr)
     baseline = Baseline(checkpoint, threads=threads)
-    model = PlantedModel(baseline._model, encoder, DecisiveTokens.of(encoder).ids)
+    tokens = DecisiveTokens.of(encoder)
+    model = PlantedModel(baseline._model, encoder, tokens.ids)
+    prompts = [replace(prompt, openings=()) for prompt in prompts]  # no gate here is on their margin
     side = CheckpointSide(lambda: baseline, "", CONTEXT, encoder.config.eos_token_ids, encoder.tokenizer.decode)
     lines = text.read_text().splitlines()[:texts]
     read = [encoder.tokenizer.encode(json.loads(line)["text"]).ids[:TEXT_TOKENS] for line in lines]
-    return PlantedRun.of(model, PlantedSide(model, side), prompts, read)
+    return PlantedRun.of(model, PlantedSide(model, side, tokens), prompts, read, work)
 
 
 def main() -> None:
@@ -338,7 +449,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=MOST_TOKENS)
     parser.add_argument("--texts", type=int, default=TEXTS)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--work", type=Path, help="folder that keeps results, to go on from")
+    parser.add_argument("--only", help="measure the damages whose names hold this, for --work, and print no table")
+    parser.add_argument("--part", type=int, nargs="+", choices=range(PARTS), default=[], help="parts of the chats")
     given = parser.parse_args()
     began = time.process_time()
     run = prepare(
@@ -350,9 +463,16 @@ def main() -> None:
         most=given.max_tokens,
         texts=given.texts,
         threads=given.threads,
+        work=given.work,
     )
     print(f"{len(run.prompts)} chats; the model as it is: {time.process_time() - began:.0f} CPU s", file=sys.stderr)
-    for line in table(run, given.kld, given.only):
+    if given.only is not None:
+        for name, damage in run.model.damages():
+            if given.only in name:
+                run.damaged(name, damage, given.part)
+                print(f"{name}: {time.process_time() - began:.0f} CPU s", file=sys.stderr, flush=True)
+        return
+    for line in table(run, given.kld):
         print(line, flush=True)
 
 

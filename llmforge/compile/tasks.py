@@ -19,6 +19,7 @@ _CODE = (
     "llmforge.measure.scoring",
     "llmforge.measure.decisive_tokens",
     "llmforge.measure.baseline",
+    "llmforge.measure.padded_batch",
     "llmforge.runtime",
 )
 

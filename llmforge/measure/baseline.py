@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,12 +14,15 @@ from llmforge.base import resources
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.base.progress import Progress
 from llmforge.checkpoint import Checkpoint
+from llmforge.measure.padded_batch import PaddedBatch
 from llmforge.measure.streamed_baseline import StreamedBaseline
 from llmforge.metrics import units
 from llmforge.trace.export.limits import WHOLE_BYTES
 
 if TYPE_CHECKING:
     from llmforge.measure.quality import Logits
+
+Seen = Callable[[Sequence[int], NDArray[np.float32], Sequence[int]], None]  # places, logits [B, V], tokens [B]
 
 _FP32_BYTES = 4
 _RESCALED = {"dynamic", "longrope"}  # rotary embeddings, by transformers' names, that change with the length of a text
@@ -157,33 +159,35 @@ class Baseline:
         return [[step[0] for step in self.generate(ids[None], count)] for ids, count in zip(texts, counts, strict=True)]
 
     def answers(
-        self, prompts: Sequence[Sequence[int]], counts: Sequence[int], ends: Collection[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        ends: Collection[int],
+        seen: Seen = lambda places, logits, tokens: None,
     ) -> list[list[int]]:
         """Answer prompts, ids [S], together: at most so many greedy tokens each, the one that ends it included.
 
         They are filled up on the left, and masked there; models whose state is no cache of keys and values, or whose
-        rotary embedding depends on the length, read each prompt alone.
+        rotary embedding depends on the length, read each prompt alone. `seen` is told each step: the places of prompts
+        that are still answered, their logits [B, V], and the tokens [B] that were chosen.
         """
         if len(prompts) > 1 and not self._takes_padding():
-            return [self.answers([each], [count], ends)[0] for each, count in zip(prompts, counts, strict=True)]
+            return [
+                self.answers([each], [count], ends, lambda _, logits, tokens, at=at: seen([at], logits, tokens))[0]
+                for at, (each, count) in enumerate(zip(prompts, counts, strict=True))
+            ]
         import torch
-        from transformers import DynamicCache
 
         from llmforge.trace.hooks import internals
 
-        widest, said = max(map(len, prompts)), [list[int]() for _ in prompts]
-        going, cache = list(range(len(prompts))), DynamicCache(config=self._model.config)
-        kept: dict[str, Any] = {internals.cache_argument(self._model): cache}
-        step = torch.tensor([[*each[:1]] * (widest - len(each)) + [*each] for each in prompts])
-        mask = torch.tensor([[0] * (widest - len(each)) + [1] * len(each) for each in prompts])
-        has_positions = "position_ids" in inspect.signature(self._model.forward).parameters
+        going, said = list(range(len(prompts))), [list[int]() for _ in prompts]
         with torch.inference_mode(), internals.torch_threads(self._threads):
+            batch, logits = PaddedBatch.read(self._model, prompts, keep=1, shares=self._shares())
             while True:
-                if has_positions:
-                    kept["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -step.shape[1] :]
-                output = self._model(input_ids=step, attention_mask=mask, use_cache=True, logits_to_keep=1, **kept)
-                chosen = output.logits[:, -1].argmax(-1)
-                for place, token in zip(going, chosen.tolist(), strict=True):
+                chosen = logits[:, -1].argmax(-1)
+                tokens = chosen.tolist()
+                seen(going, logits[:, -1].numpy(), tokens)
+                for place, token in zip(going, tokens, strict=True):
                     said[place].append(token)
                 left = [
                     row
@@ -193,9 +197,28 @@ class Baseline:
                 if not left:
                     return said
                 if len(left) < len(going):  # who has ended makes room
-                    cache.batch_select_indices(torch.tensor(left))
-                    going, mask, chosen = [going[row] for row in left], mask[left], chosen[left]
-                step, mask = chosen[:, None], torch.cat([mask, mask.new_ones(len(left), 1)], 1)
+                    batch.select(left)
+                    going, chosen = [going[row] for row in left], chosen[left]
+                logits = batch.step(chosen[:, None])
+
+    def last_logits(self, texts: Sequence[Sequence[int]], rows: int) -> list[NDArray[np.float32]]:
+        """Compute the logits [rows, V] of the last tokens of each of `texts`, ids [S], which are read together."""
+        import torch
+
+        from llmforge.trace.hooks import internals
+
+        if len(texts) == 1 or not self._takes_padding():
+            return [self._last_logits([*text], rows) for text in texts]
+        with torch.inference_mode(), internals.torch_threads(self._threads):
+            _, logits = PaddedBatch.read(self._model, texts, keep=rows, shares=self._shares())
+        return [each.numpy() for each in logits]
+
+    def _shares(self) -> bool:
+        """Say if what texts begin with may stand before their filling: a window would count the places between."""
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+
+        return {type(layer) for layer in DynamicCache(config=self._model.config).layers} == {DynamicLayer}
 
     def _takes_padding(self) -> bool:
         """Say if keys and values are all that the model keeps, and do not depend on the length of a text."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
@@ -23,6 +23,7 @@ from llmforge.measure.scoring import (
     Likelihood,
     Pair,
     ReadingSide,
+    ReduceRows,
     blocks,
 )
 from llmforge.measure.tasks import TaskEngine
@@ -43,7 +44,7 @@ from llmforge.serving.protocol.reasoning import Reasoning
 from llmforge.serving.protocol.tools import ToolUse
 from llmforge.serving.runner import Runner
 
-BLOCK = 32  # chats whose answers are kept together
+BLOCK = 64  # chats whose answers are kept together
 
 NO_TEMPLATE = "behaviour: not measured, for the artifact has no chat template"
 
@@ -62,6 +63,16 @@ class ChatSide(ReadingSide, Protocol):
 
     def score(self, pairs: Sequence[Pair]) -> list[Likelihood]:
         """Say how likely what follows each context is."""
+        ...
+
+
+class AnsweringSide(Protocol):
+    """What answers, and tells the logits that it chose by."""
+
+    def answers_read(
+        self, prompts: Sequence[Sequence[int]], counts: Sequence[int], reduce: ReduceRows | None
+    ) -> list[tuple[list[int], list[Any]]]:
+        """Answer prompts greedily; also give what `reduce` makes of each row of logits."""
         ...
 
 
@@ -117,10 +128,11 @@ def run(
     )
     keep = Keep() if cache is None else cache.of(f"{checkpoint.digest} {engine.threads} {','.join(map(str, ends))}")
     progress.stage("Let the checkpoint answer chats")
-    right = ask(theirs, prompts, progress.advance, keep)
-    beside = read(theirs, prompts, right, runner, right, keep)
+    tokens = DecisiveTokens.of(runner)
+    right, sure = ask_reading(theirs, prompts, tokens, progress.advance, keep)
+    beside = read(theirs, prompts, right, runner, sure, keep)
     progress.stage("Read the checkpoint's answers")
-    answers = read(ours, prompts, said, runner, right)
+    answers = read(ours, prompts, said, runner, odds(ours, prompts, right, tokens, runner))
     sides, drafted, more = _drafted(runner, prompts, [(said, answers), (right, beside)], progress)
     found = results.measured(chosen, *sides, engine=ours.description, baseline=theirs.description, speculation=drafted)
     return found, (*notes, *more)
@@ -203,13 +215,52 @@ def ask(
     side: ChatSide, prompts: Sequence[ChatPrompt], progress: Callable[[int, int], None], keep: Keep | None = None
 ) -> list[list[int]]:
     """Let a side answer: token ids, without those that end an answer."""
-    keep, said = keep or Keep(), list[list[int]]()
-    for part in blocks(len(prompts), BLOCK):
-        progress(part.start, len(prompts))
-        asked = [(prompt.ids, prompt.document.max_tokens) for prompt in prompts[part]]
-        said += keep.block("chats", asked, partial(_answers, side, asked))
-    progress(len(prompts), len(prompts))
-    return said
+    return _by_block("chats", prompts, partial(_answers, side), progress, keep or Keep())
+
+
+def ask_reading(
+    side: AnsweringSide,
+    prompts: Sequence[ChatPrompt],
+    tokens: DecisiveTokens,
+    progress: Callable[[int, int], None],
+    keep: Keep | None = None,
+) -> tuple[list[list[int]], list[dict[str, TokenOdds]]]:
+    """Let the checkpoint's side answer, and say how likely decisive tokens were as it did."""
+
+    def compute(part: Sequence[ChatPrompt]) -> list[Any]:
+        asked = [prompt.document.max_tokens for prompt in part]
+        found = []
+        for prompt, count, (said, rows) in zip(
+            part, asked, side.answers_read([prompt.ids for prompt in part], asked, tokens.odds), strict=True
+        ):
+            sure = decisive_tokens.answer_of(said, rows, tokens, count, tools=prompt.use is not None)
+            found.append([said, {kind: [each.due, each.elsewhere] for kind, each in sure.items()}])
+        return found
+
+    kind = f"chats and odds of {sorted(tokens.ids.items())}"
+    found = _by_block(kind, prompts, compute, progress, keep or Keep())
+    odds_ = [{kind: TokenOdds(*values) for kind, values in sure.items()} for _, sure in found]
+    return [said for said, _ in found], odds_
+
+
+def _by_block(
+    kind: str,
+    prompts: Sequence[ChatPrompt],
+    compute: Callable[[Sequence[ChatPrompt]], list[Any]],
+    progress: Callable[[int, int], None],
+    keep: Keep,
+) -> list[Any]:
+    """Compute what is kept of blocks of prompts, those of about the same length and count together."""
+    found: dict[int, Any] = {}
+    sizes = [(len(each.ids).bit_length(), each.document.max_tokens, len(each.ids)) for each in prompts]
+    order = sorted(range(len(prompts)), key=lambda at: sizes[at])
+    for part in blocks(len(order), BLOCK):
+        progress(part.start, len(order))
+        chosen = [prompts[at] for at in order[part]]
+        asked = [(prompt.ids, prompt.document.max_tokens, prompt.use is not None) for prompt in chosen]
+        found |= zip(order[part], keep.block(kind, asked, partial(compute, chosen)), strict=True)
+    progress(len(order), len(order))
+    return [found[at] for at in range(len(prompts))]
 
 
 def read(
@@ -217,37 +268,40 @@ def read(
     prompts: Sequence[ChatPrompt],
     said: Sequence[Sequence[int]],
     encoder: PromptEncoder,
-    right: Sequence[Sequence[int]] | None = None,
+    sure: Sequence[Mapping[str, TokenOdds]] | None = None,
     keep: Keep | None = None,
 ) -> list[BehaviourAnswer]:
-    """Read what a side said as the server does, and let it judge openings, and the checkpoint's answers, `right`."""
+    """Read what a side said as the server does, and let it judge openings; `sure`: its odds along right answers."""
     keep = keep or Keep()
     pairs = [(prompt.ids, opening) for prompt in prompts for opening in prompt.openings]
     scored = keep.block("openings", pairs, partial(side.score, pairs)) if pairs else []
     likelihoods = iter([value for value, _ in scored])
-    odds = [{}] * len(prompts) if right is None else _odds(side, prompts, right, encoder, keep)
     reasoning = answers_.reasoning_of(encoder)
     found = []
-    for prompt, ids, sure in zip(prompts, said, odds, strict=True):
+    for prompt, ids, each in zip(prompts, said, sure or [{}] * len(prompts), strict=True):
         margin = next(likelihoods) - next(likelihoods) if prompt.openings else None
-        found.append(replace(read_answer(prompt, ids, encoder, reasoning), margin=margin, odds=sure))
+        found.append(replace(read_answer(prompt, ids, encoder, reasoning), margin=margin, odds=each))
     return found
 
 
-def _odds(
-    side: ChatSide, prompts: Sequence[ChatPrompt], right: Sequence[Sequence[int]], encoder: PromptEncoder, keep: Keep
+def odds(
+    side: ReadingSide,
+    prompts: Sequence[ChatPrompt],
+    right: Sequence[Sequence[int]],
+    tokens: DecisiveTokens,
+    encoder: PromptEncoder,
 ) -> list[dict[str, TokenOdds]]:
+    """Let a side read the checkpoint's answers, `right`, and say how likely decisive tokens were."""
     ended = [len(ids) < prompt.document.max_tokens for prompt, ids in zip(prompts, right, strict=True)]
     end = encoder.config.eos_token_ids[:1]
     texts = [
         (prompt.ids, [*ids, *(end if last else ())]) for prompt, ids, last in zip(prompts, right, ended, strict=True)
     ]
-    tools_ = [prompt.use is not None for prompt in prompts]
-    return decisive_tokens.measure(side, texts, DecisiveTokens.of(encoder), ended, tools_, keep)
+    return decisive_tokens.measure(side, texts, tokens, ended, [prompt.use is not None for prompt in prompts])
 
 
-def _answers(side: ChatSide, asked: Sequence[tuple[list[int], int]]) -> list[list[int]]:
-    return side.answers([ids for ids, _ in asked], [count for _, count in asked])
+def _answers(side: ChatSide, asked: Sequence[ChatPrompt]) -> list[list[int]]:
+    return side.answers([prompt.ids for prompt in asked], [prompt.document.max_tokens for prompt in asked])
 
 
 def read_answer(

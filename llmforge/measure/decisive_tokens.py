@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmforge.base.errors import InputError
-from llmforge.measure.scoring import NOT_FINITE, Keep, Pair, ReadingSide
+from llmforge.measure.scoring import NOT_FINITE, Pair, ReadingSide
 from llmforge.metrics.behaviour import answer
 from llmforge.metrics.behaviour.answer import TokenOdds
 from llmforge.serving.prompts import PromptEncoder
@@ -52,6 +51,10 @@ class DecisiveTokens:
                 *tokenizer.encode(encoder.tool_format.begin.lstrip(), add_special_tokens=False).ids[:1]
             }
         return cls({kind: tuple(sorted(ids)) for kind, ids in found.items() if ids})
+
+    def odds(self, logits: NDArray[np.float32], tokens: Sequence[int]) -> Floats:
+        """Give the odds of `tokens` [S] and of each kind under their rows of `logits` [S, V]: [S, 1 + kinds]."""
+        return log_odds([*self.ids.values()], logits, tokens)
 
 
 def along(pair: Pair, tokens: DecisiveTokens, odds: Floats, *, ended: bool, tools: bool) -> dict[str, TokenOdds]:
@@ -104,26 +107,31 @@ def log_odds(groups: Sequence[Sequence[int]], logits: NDArray[np.float32], token
     return found.clip(-FARTHEST, FARTHEST)
 
 
+def answer_of(
+    said: Sequence[int], rows: Sequence[Floats], tokens: DecisiveTokens, count: int, *, tools: bool
+) -> dict[str, TokenOdds]:
+    """Take the means over an answer of at most `count` tokens of the odds [1 + kinds] that each was chosen by.
+
+    One that ends before has a row more than it has tokens.
+    """
+    ended = len(said) < count
+    text = [*said, *(tokens.ids.get(answer.ENDS, ())[:1] if ended else ())]
+    return along(([], text), tokens, np.asarray(rows), ended=ended, tools=tools)
+
+
 def measure(
     side: ReadingSide,
     pairs: Sequence[Pair],
     tokens: DecisiveTokens,
     ended: Sequence[bool],
     tools: Sequence[bool],
-    keep: Keep,
 ) -> list[dict[str, TokenOdds]]:
     """Let a side read answers, each behind its prompt, and say how likely decisive tokens were.
 
     `ended`: whether the last token of an answer ends it; `tools`: whether it could call some.
     """
-    groups = [list(ids) for ids in tokens.ids.values()]
-
-    def read() -> list[dict[str, tuple[float | None, float | None]]]:
-        rows = side.read(pairs, partial(log_odds, groups))
-        return [
-            {kind: (each.due, each.elsewhere) for kind, each in along(pair, tokens, odds, ended=end, tools=use).items()}
-            for pair, odds, end, use in zip(pairs, rows, ended, tools, strict=True)
-        ]
-
-    found = keep.block("odds", [pairs, groups, [*ended], [*tools]], read)
-    return [{kind: TokenOdds(*values) for kind, values in each.items()} for each in found]
+    rows = side.read(pairs, tokens.odds)
+    return [
+        along(pair, tokens, odds, ended=end, tools=use)
+        for pair, odds, end, use in zip(pairs, rows, ended, tools, strict=True)
+    ]

@@ -16,7 +16,8 @@ from llmforge.measure.baseline import Baseline
 from llmforge.serving import Runner, Sampling
 
 BATCH_BYTES = 256 << 20  # of the logits of one batch
-BATCH = 32  # prompts that the checkpoint answers at once
+BATCH = 64  # texts that the checkpoint reads at once: more make its products no faster
+BATCH_TOKENS = 1 << 15  # of all texts of a batch, their filling included: 1.5 GB of keys and values in SmolLM2-135M
 NOT_FINITE = "the engine returned logits that are NaN or infinite"
 
 Pair = tuple[list[int], list[int]]  # context, not empty, and what follows it
@@ -24,6 +25,7 @@ Likelihood = tuple[float, bool]  # nats of what follows; whether each token of i
 
 
 Reduce = Callable[[NDArray[np.float32], Sequence[int]], Any]  # of the logits [S, V] that tokens [S] are judged by
+ReduceRows = Callable[[NDArray[np.float32], Sequence[int]], Iterable[Any]]  # of each row of them by itself
 
 
 class ReadingSide(Protocol):
@@ -171,24 +173,48 @@ class CheckpointSide:
         for place, (context, _) in enumerate(pairs):
             groups.setdefault(tuple(context), []).append(place)
         found: dict[int, Any] = {}
+        row_bytes = self._baseline.vocabulary * np.dtype(np.float32).itemsize
         for ids, places in groups.items():
             longest = max(len(pairs[place][1]) for place in places)
-            row_bytes = self._baseline.vocabulary * np.dtype(np.float32).itemsize
             for part in blocks(len(places), max(1, BATCH_BYTES // (row_bytes * max(1, longest)))):
-                texts = [pairs[place][1] for place in places[part]]
-                logits = self._baseline.following(ids, texts)
-                found.update(zip(places[part], map(reduce, logits, texts), strict=True))
+                if len(places) > 1:
+                    texts = [pairs[place][1] for place in places[part]]
+                    logits = self._baseline.following(ids, texts)
+                    found.update(zip(places[part], map(reduce, logits, texts), strict=True))
+        alone = [pairs[places[0]] for places in groups.values() if len(places) == 1]
+        wanted = [max(1, len(text)) for _, text in alone]
+        for batch in alike([len(_read(pair)) for pair in alone], wanted, BATCH_BYTES // row_bytes):
+            rows = self._baseline.last_logits([_read(alone[at]) for at in batch], max(wanted[at] for at in batch))
+            for at, last in zip(batch, rows, strict=True):
+                context, text = alone[at]
+                found[groups[tuple(context)][0]] = reduce(last[len(last) - len(text) :], text)
         return [found[place] for place in range(len(pairs))]
 
     def answers(self, prompts: Sequence[Sequence[int]], counts: Sequence[int]) -> list[list[int]]:
         """Answer prompts greedily, at most so many tokens each, those that end them left out; many at a time."""
+        return [said for said, _ in self.answers_read(prompts, counts, None)]
+
+    def answers_read(
+        self, prompts: Sequence[Sequence[int]], counts: Sequence[int], reduce: ReduceRows | None
+    ) -> list[tuple[list[int], list[Any]]]:
+        """Answer prompts, and give what `reduce` makes of the row of logits that each token was chosen by.
+
+        The one that ends an answer has a row, but is left out of it.
+        """
+        rows: list[list[Any]] = [[] for _ in prompts]
         found: dict[int, list[int]] = {}
-        order = sorted(range(len(prompts)), key=lambda i: (counts[i], len(prompts[i])))
-        for part in blocks(len(order), BATCH):
-            rows = order[part]
-            said = self._baseline.answers([prompts[i] for i in rows], [counts[i] for i in rows], self._ends)
-            found |= {i: before_end(row, self._ends) for i, row in zip(rows, said, strict=True)}
-        return [found[i] for i in range(len(prompts))]
+        for batch in alike([len(ids) + count for ids, count in zip(prompts, counts, strict=True)], counts, None):
+
+            def seen(
+                places: Sequence[int], logits: NDArray[np.float32], tokens: Sequence[int], batch: list[int] = batch
+            ) -> None:
+                if reduce is not None:
+                    for place, row in zip(places, reduce(logits, tokens), strict=True):
+                        rows[batch[place]].append(row)
+
+            said = self._baseline.answers([prompts[i] for i in batch], [counts[i] for i in batch], self._ends, seen)
+            found |= {i: before_end(ids, self._ends) for i, ids in zip(batch, said, strict=True)}
+        return [(found[i], rows[i]) for i in range(len(prompts))]
 
     def answer(self, ids: Sequence[int], tokens: int, until: Sequence[str]) -> str:
         """Go on greedily."""
@@ -230,6 +256,25 @@ def cut(tokens: Iterable[int], until: Sequence[str], ends: Sequence[int], decode
         if places:
             return text[: min(places)]
     return decode(taken)
+
+
+def alike(lengths: Sequence[int], rows: Sequence[int], most_rows: int | None) -> Iterator[list[int]]:
+    """Group texts, by number, to be filled up to the longest: of up to twice the shortest, within what a batch holds.
+
+    `rows`: how many each has logits of, or has to be given; a group has at most `most_rows`, filled up.
+    """
+    group: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda number: (lengths[number], rows[number])):
+        several, widest = len(group) + 1, max(rows[at] for at in [*group, number])
+        fits = several <= BATCH and several * lengths[number] <= BATCH_TOKENS
+        if group and not (
+            fits and lengths[number] <= 2 * lengths[group[0]] and (most_rows is None or several * widest <= most_rows)
+        ):
+            yield group
+            group = []
+        group.append(number)
+    if group:
+        yield group
 
 
 def blocks(count: int, size: int) -> Iterator[slice]:

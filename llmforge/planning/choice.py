@@ -25,6 +25,7 @@ CALIBRATION_S = 105.0  # of CPU time at the reference rates, at most, but for th
 UNMEASURED_BITS = 6  # at least, where weights are rounded to nearest and nothing was measured
 _LEAST, _LEAST_RATIO = 0.002, 0.01  # limits of the KLD, and of the perplexity ratio above 1
 LENGTH_CHANGE = 1.0  # limit of how far answers of chats may be apart in length, as ln of their ratio: 2.7 times
+ANSWER_ODDS = 0.5  # limit of the drop of mean ln p/(1-p) of the checkpoint's answers, nats; SmolLM2-135M in 6 bits: .05
 END_SHIFT = 1.0  # limit of how far ln p(end) may move either way, nats; SmolLM2-135M in 6 bits: .32
 
 Named = tuple[str, Proposal]  # a pass, and a way to use it

@@ -343,3 +343,7 @@ class _Lines:
         if chats:
             # Checks have no gate here: of a model that passes few of them, so few chats cannot show that more are lost.
             yield f"  behaviour.length_change: {{max: {choice.LENGTH_CHANGE:g}}}  # |ln ratio| of lengths of answers"
+            surety = "nats: how sure of the checkpoint's answers"
+            yield f"  behaviour.answer_odds: {{drop_max: {choice.ANSWER_ODDS:g}}}  # {surety}"
+            if self.has_end:
+                yield f"  behaviour.end_shift: {{max: {choice.END_SHIFT:g}}}  # nats: of the end, along these answers"

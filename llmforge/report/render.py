@@ -22,7 +22,7 @@ from llmforge.gates.records import Report
 from llmforge.metrics import catalog, latency_metrics, units
 from llmforge.metrics.latency import Latency
 from llmforge.metrics.metric import Measured
-from llmforge.report import behaviour, by_layer, charts, load_charts, retrieval, top, view
+from llmforge.report import behaviour, by_layer, charts, differences, load_charts, retrieval, top, view
 
 _STYLES = {
     Verdict.PASS: "bold green",
@@ -231,6 +231,7 @@ def _environment(autoescape: bool, finalize: Callable[[object], object] | None) 
     environment = environment_of("llmforge.report", autoescape=autoescape, finalize=finalize)
     written = (units.significant, units.size, units.count, units.ms, units.duration, units.interval, units.percent)
     environment.filters.update({write.__name__: write for write in written}, words=_words)
+    environment.globals["differing"] = differences.pieces
     environment.filters.update(minute=_minute, moved=_moved, breakable=_breakable)
     return environment
 

@@ -86,6 +86,12 @@ def test_a_recipe_and_its_text(home: Path) -> None:
     assert recipe.validation.quality is not None
     read = [path.name for path in (*recipe.calibration.data, *recipe.validation.quality.data)]
     assert read == names
+    chats = {name: dict(gate.limits) for name, gate in recipe.gates.items() if name.startswith("behaviour.")}
+    assert chats == {
+        "behaviour.length_change": {"max": 1}, "behaviour.answer_odds": {"drop_max": 0.5},
+        "behaviour.end_shift": {"max": 1},
+    }  # fmt: skip
+    assert recipe.validation.behaviour is not None
     planned = invoke("plan", "docs-llama-7m.yaml")
     assert planned.exit_code == 0
     assert "weights int4" in planned.stdout
@@ -136,6 +142,8 @@ def test_without_a_chat_template_there_are_no_chats(home: Path) -> None:
     assert recipe.calibration is not None
     assert [path.name for path in recipe.calibration.data] == ["calibration.jsonl"]
     assert not (home / "text" / "chat-calibration.jsonl").exists()
+    assert recipe.validation.behaviour is None
+    assert not [name for name in recipe.gates if name.startswith("behaviour.")]
 
 
 CHAT = '{"messages": [{"role": "user", "content": "Who?"}]}'
@@ -329,9 +337,7 @@ def test_a_recipe_that_ships_is_copied(home: Path) -> None:
     assert "recipes/" not in text.partition("schema:")[0]
 
 
-@pytest.mark.parametrize(
-    "name", sorted({path.stem for path in recipes.FOLDER.glob("*.yaml")} - {*recipes.OF_ENCODERS})
-)
+@pytest.mark.parametrize("name", sorted({path.stem for path in recipes.FOLDER.glob("*.yaml")} - {*recipes.OF_ENCODERS}))
 def test_a_copy_of_each_recipe_loads(home: Path, name: str) -> None:
     assert invoke("init", SAMPLE, "--like", name).exit_code == 0
     recipe = Recipe.load(home / "docs-llama-7m.yaml")

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, models
 from llmforge.base.errors import InputError
 from llmforge.measure import decisive_tokens
 from llmforge.measure.decisive_tokens import FARTHEST, DecisiveTokens, along, log_odds
-from llmforge.measure.scoring import Keep, Pair, Reduce
+from llmforge.measure.scoring import Pair, Reduce
 from llmforge.metrics.behaviour import answer
 from llmforge.metrics.behaviour.answer import TokenOdds
 from llmforge.serving.prompts import PromptEncoder
@@ -87,6 +87,15 @@ def test_kinds_are_taken_where_they_are_due_and_elsewhere() -> None:
     assert along(([1], [9]), TOKENS, odds[:1], ended=True, tools=False) == {answer.ENDS: TokenOdds(10.0, None)}
 
 
+def test_an_answer_that_ends_early_has_a_row_for_its_end() -> None:
+    rows = [*np.arange(3)[:, None] + np.array([[0.0, 10, 20, 30, 40]])]
+    short = decisive_tokens.answer_of([1, 6], rows, TOKENS, 4, tools=False)
+    assert short == along(([], [1, 6, 9]), TOKENS, np.array(rows), ended=True, tools=False)
+    assert short[answer.ENDS] == TokenOdds(12.0, 10.5)
+    whole = decisive_tokens.answer_of([1, 6, 2], rows, TOKENS, 3, tools=True)
+    assert whole == along(([], [1, 6, 2]), TOKENS, np.array(rows), ended=False, tools=True)
+
+
 def test_tokens_are_found_in_a_tokenizer() -> None:
     tokenizer = Tokenizer(models.WordLevel(WORDS, unk_token="a"))
     config: Any = SimpleNamespace(max_context=64, eos_token_ids=(5,), vocabulary=VOCABULARY)
@@ -112,7 +121,7 @@ class Reads:
 def test_a_side_reads_what_the_checkpoint_said() -> None:
     pairs: list[Pair] = [([1, 2], [4, 9]), ([1], [2, 3])]
     plain, biased = (
-        decisive_tokens.measure(Reads(bias), pairs, TOKENS, [True, False], [False, True], Keep()) for bias in (0, 3)
+        decisive_tokens.measure(Reads(bias), pairs, TOKENS, [True, False], [False, True]) for bias in (0, 3)
     )
     for before, after in zip(plain, biased, strict=True):
         there, here = before[answer.ENDS].elsewhere, after[answer.ENDS].elsewhere

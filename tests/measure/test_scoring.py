@@ -118,6 +118,40 @@ def test_a_context_is_read_once_where_what_follows_can_go_on_from_it(name: str, 
     assert read == ([1, 8, 1] if READ_ONCE[name] else [5, 9, 1, 1, 1])
 
 
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt-oss", "qwen3-5"])
+def test_texts_that_begin_alike_are_read_and_answered_together_as_each_alone(name: str, tmp_path: Path) -> None:
+    (zoo if name in zoo.ZOO else zoo_classic).write(name, tmp_path)
+    baseline = Baseline(Checkpoint.open(tmp_path), threads=1)
+    side = CheckpointSide(lambda: baseline, "", 128, (), str)
+    rng = np.random.default_rng(1)
+    begin = rng.integers(9, 200, 7).tolist()
+    pairs: list[Pair] = [
+        (begin + rng.integers(9, 200, size).tolist(), rng.integers(9, 200, after).tolist())
+        for size, after in ((6, 4), (11, 1), (2, 8), (9, 0), (10, 2))
+    ]
+    alone = [baseline.logits(np.array([*context, *text]))[len(context) - 1 :][: len(text)] for context, text in pairs]
+    for each, expected in zip(side.read(pairs, lambda logits, _: logits), alone, strict=True):
+        np.testing.assert_allclose(each, expected, atol=2e-5)
+    counts = [5, 3, 6, 1, 4]
+    found = side.answers_read([context for context, _ in pairs], counts, lambda logits, tokens: logits.copy())
+    for (context, _), count, (said, rows) in zip(pairs, counts, found, strict=True):
+        whole = baseline.logits(np.array([*context, *said]))[len(context) - 1 : -1]
+        assert said == whole.argmax(1).tolist()
+        assert len(said) == count
+        np.testing.assert_allclose(np.array(rows), whole, atol=2e-5)
+
+
+def test_batches_hold_texts_of_up_to_twice_the_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, rows = [50, 10, 20, 21, 9], [1, 1, 3, 1, 1]
+    assert list(scoring.alike(lengths, rows, None)) == [[4, 1], [2, 3], [0]]
+    assert list(scoring.alike(lengths, rows, 5)) == [[4, 1], [2], [3], [0]]
+    monkeypatch.setattr(scoring, "BATCH_TOKENS", 30)
+    assert list(scoring.alike([10] * 7, [1] * 7, None)) == [[0, 1, 2], [3, 4, 5], [6]]
+    monkeypatch.setattr(scoring, "BATCH", 2)
+    assert list(scoring.alike([10] * 3, [1] * 3, None)) == [[0, 1], [2]]
+    assert not list(scoring.alike([], [], None))
+
+
 def test_few_texts_follow_a_context_at_once_where_logits_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     class Counts:
         vocabulary = 10

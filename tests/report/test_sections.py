@@ -16,7 +16,7 @@ from llmforge.metrics.retrieval import results as retrieval
 from llmforge.metrics.retrieval.corpus import RetrievalCorpus
 from llmforge.metrics.retrieval.results import Side
 from llmforge.metrics.tasks import Score, TaskResult
-from llmforge.report import behaviour, render, view
+from llmforge.report import behaviour, differences, render, view
 
 from ..samples import pages, reports
 from .test_charts import attributed
@@ -142,6 +142,25 @@ def test_behaviour_has_a_row_for_each_figure_and_slice_and_chats_side_by_side() 
     assert "<b>no</b>" not in page
     assert "part-0, -10.0 %" in render.to_markdown(report).replace("\\", "")
     assert "Behaviour" not in render.to_markdown(reports.make())
+
+
+def test_what_differs_is_marked_by_words_and_few_words_between_are_too() -> None:
+    left, right = differences.pieces(
+        "The tea takes 12 minutes, and then it is ready.", "The tea takes 120 minutes, ready."
+    )
+    assert left == [
+        ("The tea takes ", False),
+        ("12", True),
+        (" minutes, ", False),
+        ("and then it is ", True),
+        ("ready.", False),
+    ]
+    assert right == [("The tea takes ", False), ("120", True), (" minutes, ", False), ("ready.", False)]
+    left, right = differences.pieces("one a two", "1 a 2")
+    assert (left, right) == ([("one a two", True)], [("1 a 2", True)])
+    assert differences.pieces("same", "same") == ([("same", False)], [("same", False)])
+    assert differences.pieces("", "new") == ([], [("new", True)])
+    assert differences.pieces("Say", "Say it") == ([("Say", False)], [("Say", False), (" it", True)])
 
 
 def test_retrieval_has_a_row_for_each_figure() -> None:

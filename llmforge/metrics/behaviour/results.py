@@ -205,11 +205,12 @@ def _chats(
     theirs: Sequence[BehaviourAnswer],
     rows: Sequence[dict[str, tuple[float, float | None]]],
 ) -> tuple[ChatPair, ...]:
-    """Choose the chats of a report: of different slices, those first in which most checks went otherwise."""
+    """Choose the chats of a report: of different slices, first where most checks went otherwise, then texts."""
     changed = [
         tuple(name for name in outcomes_.of_checks() if name in row and row[name][0] != row[name][1]) for row in rows
     ]
-    order = sorted(range(len(documents)), key=lambda number: (-len(changed[number]), number))
+    same = [_written(left) == _written(right) for left, right in zip(ours, theirs, strict=True)]
+    order = sorted(range(len(documents)), key=lambda number: (-len(changed[number]), same[number], number))
     chosen: dict[str, int] = {}
     for number in order:
         chosen.setdefault(documents[number].slice, number)
