@@ -28,8 +28,9 @@ from llmforge.compile import export_proxy
 from llmforge.measure import runtime_process
 from llmforge.passes import QuantizeWeights
 from llmforge.quantization import allocation
-from llmforge.quantization.grid import Grid
+from llmforge.quantization.grid import IQ4_NL, IQ4_XS, Q2_K, Grid
 from llmforge.quantization.grids import dequantize, round_to_nearest
+from llmforge.quantization.statistics import Statistics
 from llmforge.recipe import EngineSpec
 from llmforge.rewrite.pass_base import Budget, Context
 from llmforge.trace import trace
@@ -59,11 +60,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def written(checkpoint: Checkpoint, folder: Path, *steps: Any) -> tuple[Path, Any]:
+def written(
+    checkpoint: Checkpoint, folder: Path, *steps: Any, statistics: Statistics | None = None
+) -> tuple[Path, Any]:
     traced = trace(checkpoint)
     model = traced.clone()
     for step in steps:
-        assert step.run(model, Context(LOCAL))
+        assert step.run(model, Context(LOCAL, statistics))
     exported = export_proxy.exported(model, traced, checkpoint)
     gguf.build(BuildRequest(model, folder, SPEC, LOCAL, [0], 0, exported=exported))
     return folder, exported
@@ -158,16 +161,41 @@ def test_types_of_gguf_have_the_logits_of_their_dequantized_weights(
     assert bits > 4 or apart < lost / 2
 
 
+@pytest.mark.parametrize(
+    ("name", "grid", "wanted"),
+    [("llama-wide", IQ4_XS, "IQ4_XS"), ("llama-wide", Q2_K, "Q2_K"), ("llama", IQ4_NL, "IQ4_NL")],
+)
+def test_types_that_auto_alone_chooses_have_the_logits_of_their_dequantized_weights(
+    name: str, grid: Grid, wanted: str, tmp_path: Path
+) -> None:
+    model = random(tmp_path / "checkpoint", name)
+    checkpoint = Checkpoint.open(tmp_path / "checkpoint")
+    chosen = {
+        tensor: round_to_nearest(checkpoint.tensor(tensor).numpy(), grid)
+        for tensor, entry in checkpoint.tensors.items()
+        if len(entry.shape) > 1
+    }
+    step = QuantizeWeights(budget=Budget(kld_mean=1.0), codes="gguf", method="auto", weight_bits=8.0)
+    folder, exported = written(checkpoint, tmp_path / "engine", step, statistics=Statistics(1, 1, chosen, {}))
+    kinds = {packing.type_of(matrix.grid, matrix.k) for matrix in exported.quantized.values()}
+    assert kinds == {wanted}
+    apart, lost = apart_and_lost(model, folder, exported)
+    print(f"{name}, {kinds}: llama.cpp {apart:.4f} of a deviation from our weights, they {lost:.4f} from the source")
+    assert apart < 0.05
+    assert apart < lost / 2
+
+
 @pytest.mark.parametrize("grid", allocation.GGUF, ids=lambda grid: grid.format.name)
 def test_llama_cpp_reads_the_numbers_of_each_type(grid: Grid) -> None:
-    weight = (0.05 * np.random.default_rng(0).standard_normal((8, 512))).astype(np.float32)
+    width = 480 if grid == IQ4_NL else 512  # in whole superblocks IQ4_XS takes its place
+    weight = (0.05 * np.random.default_rng(0).standard_normal((8, width))).astype(np.float32)
     matrix = round_to_nearest(weight, grid)
     packed, found = packing.pack(matrix), np.empty(weight.shape, np.float32)
-    kind = packing.type_of(grid, 512)
+    kind = packing.type_of(grid, weight.shape[1])
     assert kind is not None
     folder = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or Path(llama_cpp.__file__).parent / "lib")
     [library] = folder.glob("libggml-base.so")
-    read = getattr(ctypes.CDLL(str(library)), f"dequantize_row_{kind[0].lower()}{kind[1:]}")
+    read = getattr(ctypes.CDLL(str(library)), f"dequantize_row_{kind.lower().replace('_k', '_K')}")
     read(packed.ctypes.data_as(ctypes.c_void_p), found.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(found.size))
     assert np.array_equal(found, dequantize(matrix))
 
