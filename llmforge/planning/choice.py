@@ -31,8 +31,9 @@ END_SHIFT = 1.0  # limit of how far ln p(end) may move either way, nats; SmolLM2
 Named = tuple[str, Proposal]  # a pass, and a way to use it
 
 
-# Steps of one token that a step takes which verifies 7 drafted ones, on CPUs: VERIFY_MEASURED
-VERIFY_STEPS = 2.2
+# Steps of one token that a step takes which verifies 7 drafted ones, on CPUs, SmolLM2-135M: 1.5 of CPU time (int4, one
+# thread, 512 tokens before), 1.9 at most by how much faster whole answers are (6 bits, JSON; docs/runtime.md).
+VERIFY_STEPS = 1.9
 LEAST_GAIN = 1.1  # of tokens a second, for drafts to be proposed
 
 
