@@ -13,10 +13,12 @@ def settle(model: nn.Module) -> None:
 
     Nothing else tells a language; without a default the model refuses to run.
     """
-    language = getattr(getattr(model, "config", None), "default_language", None)
-    for module in model.modules():
+    config: Any = getattr(model, "config", None)
+    language = getattr(config, "default_language", None)
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "lang_adapter")]
+    for module in layers:
         adapters = getattr(module, "adapter_modules", None)
-        if isinstance(adapters, nn.ModuleDict) and hasattr(module, "lang_adapter") and language in adapters:
+        if isinstance(adapters, nn.ModuleDict) and isinstance(language, str) and language in adapters:
             module.lang_adapter = functools.partial(_adapted, module, adapters[language])
 
 

@@ -58,7 +58,8 @@ class OwnEncoderAttention(EncoderAttentionHook):
     @contextmanager
     def tables(self, model: nn.Module) -> Iterator[rotary.Tables]:
         """Leave rotary embedding to the model, and read buckets of distances off tables."""
-        self._tables, self._buckets = rotary.Tables(self.positions), {}
+        self._tables = rotary.Tables(self.positions)
+        self._buckets: dict[tuple[object, ...], str] = {}  # by function and options, the name of the table
         with internals.functions_replaced(model, self._tabled):
             for module in model.modules():
                 for name in BUCKETS:
