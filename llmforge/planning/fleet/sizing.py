@@ -94,7 +94,7 @@ def smallest(
         raise UsageError("no number of slots is possible")
     tell("one request alone")
     one = _alone(load, goal, engine)
-    trials = _Trials(load, goal, engine, tell)
+    trials = _FleetTrials(load, goal, engine, tell)
     best: FleetSize | None = None
     for least, count in sorted((_least_replicas(load, engine, each), each) for each in slots):
         if best is not None and (least > best.replicas or (least == best.replicas and count > best.slots)):
@@ -155,7 +155,7 @@ def _least_replicas(load: FleetLoad, engine: SimulatedEngine, slots: int) -> int
 
 
 @dataclass(frozen=True)
-class _Trials:
+class _FleetTrials:
     """Simulates fleets of different sizes."""
 
     load: FleetLoad
