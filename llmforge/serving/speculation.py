@@ -15,10 +15,9 @@ import statistics
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from llmforge.runtime.config import MOST_DRAFT_TOKENS
 from llmforge.runtime.interface import C, Decoder, StepInputs
@@ -209,12 +208,17 @@ class Speculation:
             return []
         return self.proposer.propose(key, tokens, most)
 
-    def observe(self, key: Hashable, tokens: Sequence[int], past: int, states: NDArray[np.float32] | None) -> None:
-        """Tell a head that drafts what the decoder computed of places `past` … of a text: `states` [n, width]."""
+    def observe(
+        self, key: Hashable, tokens: Sequence[int], past: int, backend: Decoder[Any], row: int, count: int | None = None
+    ) -> None:
+        """Tell a head that drafts what the last step of `backend` computed of places `past` … of a text.
+
+        They were the first `count` tokens of a `row` of the step; None: all.
+        """
         if isinstance(self.proposer, DraftHead):
-            if states is None:
+            if backend.hidden_states is None:
                 raise ValueError("a head drafts, and the decoder gives no hidden states")
-            self.proposer.observe(key, tokens, past, states)
+            self.proposer.observe(key, tokens, past, backend.hidden_states[row, :count])
 
     def forget(self, key: Hashable) -> None:
         """Free what is kept for a sequence that has ended."""

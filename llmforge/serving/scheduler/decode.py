@@ -81,11 +81,9 @@ class SlotDecode(Generic[C]):
             n, ran = len(inputs.ids), len(batch)
             logits = self._logits[n - 1]
             self.backend.step(inputs, self.slots.cache.rows(0, n), out=logits)
-            states = self.backend.hidden_states
             for slot, sequence in batch:
                 if self.speculation is not None:
-                    row = None if states is None else states[slot]
-                    self.speculation.observe(sequence, sequence.tokens, sequence.computed_tokens, row)
+                    self.speculation.observe(sequence, sequence.tokens, sequence.computed_tokens, self.backend, slot)
                 sequence.computed_tokens += 1
                 self.slots.store_blocks(sequence, slot)
                 self.delivery.sample(sequence, logits[slot, 0])
@@ -186,5 +184,5 @@ class SlotDecode(Generic[C]):
         if self.slots.taken[slot] is not sequence:  # it has ended
             speculation.forget(sequence)
         else:
-            states, past = self.backend.hidden_states, sequence.computed_tokens - tokens
-            speculation.observe(sequence, sequence.tokens, past, None if states is None else states[0, :tokens])
+            past = sequence.computed_tokens - tokens
+            speculation.observe(sequence, sequence.tokens, past, self.backend, 0, tokens)

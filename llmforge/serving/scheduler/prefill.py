@@ -165,8 +165,7 @@ class SlotPrefill(Generic[C]):
             out=self._one_row,
         )
         if self.speculation is not None:
-            states = self.backend.hidden_states
-            self.speculation.observe(sequence, sequence.tokens, start, None if states is None else states[0])
+            self.speculation.observe(sequence, sequence.tokens, start, self.backend, 0)
         self._end_chunk(sequence, slot, end)
         if end == sequence.prompt_tokens:
             self.delivery.sample(sequence, self._one_row[0, 0])
