@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -18,15 +20,29 @@ from llmforge.base import extras
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.cli import output
 from llmforge.cli.hub import REVISION, on_hub
-from llmforge.cli.parameters import BACKEND, PATH, POSITIVE, TARGET, record, refuse_given
+from llmforge.cli.parameters import (
+    BACKEND,
+    NATURAL,
+    PATH,
+    POSITIVE,
+    TARGET,
+    grouped,
+    options_record,
+    record,
+    refuse_given,
+    require_given,
+)
 
 if TYPE_CHECKING:
     from llmforge.measure.ceilings import CpuCeilings
     from llmforge.measure.gpus import Gpu
     from llmforge.measure.machine import Machine
+    from llmforge.planning.fleet import FleetPlan, FleetRequest
+    from llmforge.planning.render import Planned, Refused
     from llmforge.targets import Target
 
 _DTYPES = get_args(Dtype)
+_MANIFEST = "manifest.json"  # that every artifact has
 
 
 _EXAMPLES = """\b
@@ -36,11 +52,52 @@ Examples:
   llmforge plan CHECKPOINT --target h100-sxm --weights int4 --batch 8
   llmforge plan CHECKPOINT --target h100-sxm --target l4
   llmforge plan ORG/NAME --target h100-sxm    # on the Hub; downloads no weights
+  llmforge plan CHECKPOINT --target h200 --rate 50/s --slo ttft=500ms,tpot=30ms
+  llmforge plan ARTIFACT --rate 2/s --slo ttft=1s,tpot=50ms    # by the steps that its report has timed
 """
 
 
+@dataclass(frozen=True)
+class _FleetOptions:
+    """Options of `plan` for the size of a fleet."""
+
+    rate: str | None
+    slo: str | None
+    trace: Path | None
+    variation: float | None
+    percentile: float | None
+    seed: int | None
+
+    @property
+    def asked(self) -> bool:
+        """Whether a fleet is asked for."""
+        return self.rate is not None or self.trace is not None
+
+
+_FLEET = grouped(
+    click.option(
+        "--rate", metavar="N/s|min|h",
+        help="Plan a fleet for so many requests (Poisson arrivals): devices, replicas, slots, cost, KEDA values.",
+    ),
+    click.option("--slo", metavar="ttft=500ms,tpot=30ms", help="With --rate: objective that a fleet must meet."),
+    click.option(
+        "--trace", type=PATH, metavar="FILE.jsonl",
+        help="Plan a fleet for these arrivals, as `bench --trace` takes them; --rate scales them.",
+    ),
+    click.option(
+        "--length-cv", "variation", type=click.FloatRange(0, 5), metavar="X",
+        help="With --rate: standard deviation over mean of prompt and answer lengths. Defaults to 0.5; 0: all alike.",
+    ),
+    click.option(
+        "--percentile", type=click.FloatRange(50, 99.9), metavar="P",
+        help="With --slo: percentile that each bound holds for. Defaults to 95.",
+    ),
+    click.option("--seed", type=NATURAL, metavar="N", help="With --rate: random seed of lengths and arrivals."),
+)  # fmt: skip
+
+
 @click.command(epilog=_EXAMPLES)
-@click.argument("what", metavar="RECIPE|CHECKPOINT", type=PATH)
+@click.argument("what", metavar="RECIPE|CHECKPOINT|ARTIFACT", type=PATH)
 @click.option(
     "--target", "targets", type=TARGET, multiple=True, metavar="NAME|FILE.yaml",
     help="Target to plan for, see `llmforge targets`; repeatable. Defaults to the target of RECIPE, "
@@ -94,14 +151,21 @@ Examples:
     "--calibration-workers", type=click.IntRange(1, 8), metavar="N",
     help="Predict the build with N workers of calibration, one CPU each on other machines as fast as this one.",
 )  # fmt: skip
+@_FLEET
 @REVISION
 @click.option("--plot", type=PATH, metavar="FILE.svg|html", help="Plot the roofline to a file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON.")
-def plan(what: Path, revision: str | None, plot: Path | None, as_json: bool, **asked: Any) -> None:
+@options_record(_FleetOptions, "fleet")
+def plan(
+    what: Path, revision: str | None, plot: Path | None, as_json: bool, fleet: _FleetOptions, **asked: Any
+) -> None:
     """Predict memory, speed and cost without building.
 
     Reads no weights: a folder with only config.json is enough. Several targets are compared in a table. If a target
     is this machine's CPU, it is measured first, once (`llmforge doctor --measure`).
+
+    With --rate or --trace, predict the smallest fleet that meets --slo, by serving in simulation; of an ARTIFACT by
+    the step times in its report.
     """
     from llmforge.planning import render, request
     from llmforge.planning.render import Planned
@@ -113,12 +177,24 @@ def plan(what: Path, revision: str | None, plot: Path | None, as_json: bool, **a
         from llmforge.planning import plot as plots
 
         output.check_file(plot, *plots.SUFFIXES)
+    if not fleet.asked:
+        require_given("--rate or --trace", "slo", "variation", "percentile", "seed")
+    else:
+        refuse_given("--rate and --trace", "plot", "calibration_workers")
+    if (what / _MANIFEST).is_file():
+        if not fleet.asked:
+            raise UsageError(f"{what} is an artifact", hint="plan its recipe or checkpoint, or give --rate and --slo")
+        _size_artifact(what, fleet, as_json, asked)
+        return
     snapshot = on_hub(what, revision)
     what = what if snapshot is None else snapshot.folder
     wanted = record(Storage, asked)
     planned = request.answer(what, record(request.PlanRequest, asked, wanted=wanted), measured_here)
     if plot is not None:
         plots.write([each.plan for each in planned if isinstance(each, Planned)], plot)
+    if fleet.asked:
+        _size(what, planned, fleet, as_json, asked)
+        return
     if as_json:
         facts = [render.data(each) for each in planned]
         output.write_json(facts[0] if len(facts) == 1 else facts)
@@ -127,6 +203,77 @@ def plan(what: Path, revision: str | None, plot: Path | None, as_json: bool, **a
         output.write(render.comparison(planned) if others or not isinstance(last, Planned) else render.details(last))
     if plot is not None:
         output.write_lines(str(plot), err=as_json)
+
+
+_ON_ARTIFACTS = (  # what an artifact says itself
+    "targets", "backend", "context", "compute", "weights", "kv", "product", "ranks", "calibration_workers", "revision"
+)  # fmt: skip
+
+
+def _size_artifact(folder: Path, options: _FleetOptions, as_json: bool, asked: Mapping[str, Any]) -> None:
+    """Show the fleet of an artifact."""
+    from llmforge.planning import fleet
+
+    refuse_given("an artifact", *_ON_ARTIFACTS)
+    wanted = _fleet_request(options, slots=asked["batch"])
+    with _told() as tell:
+        found = fleet.of_artifact(folder, wanted, asked["prompt"], asked["output"], asked["usd_per_hour"], tell)
+    _show_fleet([found], as_json)
+
+
+def _size(
+    what: Path, planned: Sequence[Planned | Refused], options: _FleetOptions, as_json: bool, asked: Mapping[str, Any]
+) -> None:
+    """Show fleets of a recipe, which says slots and context, or of a checkpoint."""
+    from llmforge import targets
+    from llmforge.planning import fleet
+
+    slots, context = asked["batch"], asked["context"]
+    if targets.is_file(what.name):
+        from llmforge.recipe import Recipe
+
+        engine = Recipe.load(what).engine
+        slots, context = slots or engine.max_batch, context or engine.max_context
+    wanted = _fleet_request(options, slots=slots, max_context=context)
+    with _told() as tell:
+        found = fleet.of_plans(planned, wanted, tell)
+    _show_fleet(found, as_json)
+
+
+def _fleet_request(options: _FleetOptions, **more: Any) -> FleetRequest:
+    from llmforge.planning import fleet
+
+    if options.slo is None:
+        raise UsageError("--rate and --trace require --slo", hint="for example --slo ttft=500ms,tpot=30ms")
+    if options.trace is not None:
+        refuse_given("--trace", "variation", "prompt", "output")
+    given = {name: getattr(options, name) for name in ("trace", "variation", "seed")}
+    return fleet.FleetRequest.of(
+        options.slo,
+        options.percentile,
+        rate=None if options.rate is None else fleet.parse_rate(options.rate),
+        **{name: value for name, value in given.items() if value is not None},
+        **more,
+    )
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[Callable[[str], None]]:
+    """Show what is simulated."""
+    from llmforge.cli import console
+
+    with console.progress() as progress:
+        yield lambda what: progress.stage(f"Simulate {what}")
+
+
+def _show_fleet(found: Sequence[FleetPlan | Refused], as_json: bool) -> None:
+    from llmforge.planning import fleet
+
+    if as_json:
+        facts = [fleet.data(each) for each in found]
+        output.write_json(facts[0] if len(facts) == 1 else facts)
+    else:
+        output.write(fleet.table(found))
 
 
 def show(recipe: Path) -> None:

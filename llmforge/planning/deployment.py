@@ -67,6 +67,7 @@ class DeploymentPlan:
     degrees: tuple[Degree, ...]
     cost: Cost | None
     notes: tuple[str, ...]
+    block_tokens: int | None = None  # of the KV cache's blocks; None: it lies in slots
 
     @property
     def ceilings(self) -> RooflineCeilings:
@@ -123,6 +124,7 @@ def make(
         turning_batch=placed.turning_batch(workload.mean_context),
         degrees=tuple(degrees.values()),
         cost=_cost(placed, workload, usd_per_hour),
+        block_tokens=_block_tokens(placed, backend, slots),
         notes=(
             *_notes(placed, backend),
             *_kv_cache(placed, backend, workload, slots),
@@ -199,17 +201,26 @@ def _kv_cache(placed: Placement, backend: BackendName, workload: Workload, slots
     if placed.target.kind != "gpu" or backend not in placed.target.engines:
         return []
     provider = BACKENDS[backend].on(placed.target.kind)
-    paged = None if provider is None else provider.paged
-    if (reason := slots or _slots_reason(placed, provider)) is not None or paged is None:
-        return [f"KV cache in slots of max_context tokens: {reason}"]
+    tokens = _block_tokens(placed, backend, slots)
+    if tokens is None:
+        return [f"KV cache in slots of max_context tokens: {slots or _slots_reason(placed, provider)}"]
     found = memory.of(placed, workload)
-    tokens = paged.block_tokens(next(each.key_dim for _, each in placed.shape.attentions()))
     block_bytes = tokens * found.kv_per_token
     blocks = max(0, found.capacity - found.needed + found.cache) // block_bytes
     return [
         f"KV cache in blocks of {tokens} tokens (unverified), {block_bytes / 1e6:.1f} MB each, of which {blocks} fit: "
         f"{blocks * tokens} tokens of any sequences"
     ]
+
+
+def _block_tokens(placed: Placement, backend: BackendName, slots: str | None) -> int | None:
+    """Give the tokens of a block of the KV cache; None: sequences have slots, because of `slots` or the engine."""
+    if placed.target.kind != "gpu" or backend not in placed.target.engines:
+        return None
+    provider = BACKENDS[backend].on(placed.target.kind)
+    if slots or _slots_reason(placed, provider) is not None or provider is None or provider.paged is None:
+        return None
+    return provider.paged.block_tokens(next(each.key_dim for _, each in placed.shape.attentions()))
 
 
 def _slots_reason(placed: Placement, provider: Provider | None) -> str | None:

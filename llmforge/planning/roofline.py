@@ -13,6 +13,7 @@ even and independent. Traffic of activations is not counted. Everything here is 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -154,6 +155,20 @@ class Placement:
         cached = tokens * self.scheme.kv_bytes_per_token(self.shape, self.ranks)
         attended = sum(count * 2 * _pair(each) * _pairs(tokens, each.window) for count, each in self.shape.attentions())
         return self._step(rows=tokens, heads=1, cached=cached, attended=attended)
+
+    def pieces(self, tokens: Sequence[int], pasts: Sequence[int]) -> StepCost:
+        """Time a step over several texts: of each, `tokens[b]` tokens after `pasts[b]` in its cache, one with logits.
+
+        `prefill` is the step of one text without a past, `decode` that of one token of texts that are equally long.
+        """
+        scheme, ranks = self.scheme, self.ranks
+        ends = [past + count for past, count in zip(pasts, tokens, strict=True)]
+        cached, attended = float(sum(tokens) * scheme.kv_bytes_per_token(self.shape, ranks)), 0.0
+        for count, each in self.shape.attentions():
+            cached += count * scheme.kv_bytes(each, ranks) * sum(map(each.seen, pasts))
+            pairs = sum(_pairs(end, each.window) for end in ends) - sum(_pairs(past, each.window) for past in pasts)
+            attended += count * 2 * _pair(each) * pairs
+        return self._step(rows=sum(tokens), heads=len(tokens), cached=cached, attended=attended)
 
     def request_seconds(self, workload: Workload) -> tuple[float, float]:
         """Return what one request takes of the devices' time when a batch is served at once: reading and writing.

@@ -24,8 +24,12 @@ from llmforge.measure.ceilings import CpuCeilings
 from llmforge.measure.rates import MachineRates
 from llmforge.metrics.units import times
 from llmforge.planning import building, plot, render, request
+from llmforge.planning.fleet import sizing
+from llmforge.runtime.config import FORMAT, RuntimeConfig, SessionOptions
+from llmforge.runtime.signature import CacheInput
 
 from ..models.shapes import PUBLIC
+from ..samples import stored
 
 ROOT = Path(__file__).parents[2]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -510,3 +514,138 @@ def test_calibration_over_workers_is_predicted() -> None:
     assert "with 4 workers on other machines, each on a CPU as fast as here" in shown
     [stage] = [each for each in alone["stages"] if each["title"] == "Calibrate"]
     assert not stage.get("workers")
+
+
+# fleets
+
+SLO = ("--slo", "ttft=2s,tpot=60ms")
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let simulations be short."""
+    for name, value in (("REQUESTS", 40), ("TAIL", 2), ("TURNS", 0)):
+        monkeypatch.setattr(sizing, name, value)
+
+
+def test_a_rate_gives_devices_replicas_slots_cost_and_keda(llama: Path, few: None) -> None:
+    asked = (llama, "--target", "h200", "--output", "8", "--rate", "60/s", *SLO)
+    found = facts(*asked, "--price", "2.5")
+    assert found["devices"] == found["replicas"] * found["ranks"]
+    assert found["usd_per_hour"] == pytest.approx(2.5 * found["devices"])
+    assert found["objective"] == {"ttft_ms": 2000, "tpot_ms": 60}
+    assert found["predicted"]["p95"]["ttft_ms"] <= 2000
+    assert found["predicted"]["p95"]["tpot_ms"] <= 60
+    assert found["alone"]["ttft_ms"] <= found["predicted"]["p95"]["ttft_ms"]
+    assert found["keda"]["spec"]["maxReplicaCount"] == found["replicas"]
+    assert found["keda"]["spec"]["triggers"][1]["metadata"]["threshold"] == f"{found['keda']['running']:g}"
+    assert "unverified" in " ".join(found["notes"])
+    shown = invoke(*asked, "--price", "2.5")
+    for expected in ("60.0 requests/s", "p95 of TTFT ≤ 2,000 ms", "maxReplicaCount", "log-normal", "TTFT alone"):
+        assert expected in " ".join(shown.stdout.split()), shown.stdout
+
+
+def test_two_devices_of_a_replica_count_twice(llama: Path, few: None) -> None:
+    found = facts(llama, "--target", "h200", "--tp", "2", "--output", "4", "--rate", "30/min", "--batch", "8", *SLO)
+    assert (found["devices"], found["ranks"], found["replicas"], found["slots"]) == (2, 2, 1, 8)
+    assert found["usd_per_hour"] == pytest.approx(8)  # twice the target's price
+
+
+def test_a_recipe_says_slots_and_context(machine: Path, few: None) -> None:
+    recipe = ROOT / "recipes" / "quickstart.yaml"
+    found = facts(recipe, "--target", machine, "--rate", "2/s", *SLO, "--prompt", "64", "--output", "8")
+    assert (found["slots"], found["max_context"], found["blocks"]) == (8, 1024, None)
+    assert found["usd_per_hour"] is None
+    assert "measured figures" in found["steps"]
+
+
+def test_engines_over_blocks_share_what_memory_is_left(llama: Path, few: None) -> None:
+    asked = (llama, "--target", "h200", "--output", "4", "--rate", "1/s", *SLO)
+    over_blocks, over_slots = facts(*asked, "--engine", "onnxruntime"), facts(*asked)
+    assert over_slots["blocks"] is None
+    tokens = 141e9 / 131_072  # of the KV cache that the whole device would hold, 128 KiB each
+    assert 0.7 * tokens < over_blocks["block_tokens"] * over_blocks["blocks"] < tokens
+
+
+def test_several_targets_are_sized_side_by_side(llama: Path, few: None) -> None:
+    found = facts(llama, "--target", "h200", "--target", "t4", "--output", "4", "--rate", "1/s", *SLO)
+    assert found[0]["devices"] == 1
+    assert "does not fit" in found[1]["refused"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rate", "50"), "--rate and --trace require --slo"),
+        (("--rate", "50", *SLO), "rate '50': expected requests above 0 per s, min or h"),
+        (("--rate", "50/s", "--slo", "ttft=5"), "objective 'ttft=5'"),
+        (("--rate", "50/s", "--slo", "ttft=1ms"), "one request alone is too slow: p95 of TTFT is"),
+        (("--rate", "1/s", *SLO, "--plot", "a.svg"), "--plot cannot be used with --rate and --trace"),
+        (("--rate", "1/s", *SLO, "--calibration-workers", "2"), "--calibration-workers cannot be used with --rate"),
+        (("--rate", "1/s", *SLO, "--batch", "100000"), "does not fit h200 with 100,000 slots"),
+        (("--rate", "1/s", *SLO, "--weights", "bf16", "--context", "999999"), "exceed the context"),
+        (SLO, "--slo requires --rate or --trace"),
+        (("--percentile", "99"), "--percentile requires --rate or --trace"),
+        (("--trace", "no.jsonl", *SLO), "no.jsonl"),
+        (("--trace", "no.jsonl", *SLO, "--length-cv", "1"), "--length-cv cannot be used with --trace"),
+    ],
+)
+def test_what_is_wrong_with_a_fleet_is_said(llama: Path, options: tuple[str, ...], message: str) -> None:
+    result = invoke(llama, "--target", "h200", *options)
+    assert result.exit_code != 0
+    assert message in " ".join(result.stderr.split()), result.stderr
+
+
+RUNTIME = RuntimeConfig(
+    format=FORMAT,
+    onnxruntime="1.31.0",
+    kernels=None,
+    max_context=256,
+    max_batch=4,
+    vocabulary=8192,
+    eos_token_ids=(5,),
+    bos_token_id=None,
+    caches=(CacheInput("past_key_values.0.key", "float32", 4, 32),),
+    session=SessionOptions(threads=None, optimize=True, entries={}),
+)
+
+
+def artifact(out: Path, config: RuntimeConfig = RUNTIME, **changes: Any) -> Path:
+    return stored.put(out, files={"engine/runtime.json": config.to_json().encode()}, **changes).path
+
+
+def test_a_fleet_of_an_artifact_rests_on_its_report(tmp_path: Path, few: None) -> None:
+    asked = (artifact(tmp_path), "--rate", "100/s", "--slo", "ttft=60ms,tpot=9ms", "--output", "8", "--price", "1")
+    found = facts(*asked)
+    assert (found["model"].split()[0], found["slots"], found["max_context"]) == ("tiny", 4, 256)
+    assert "as timed in tiny" in found["steps"]
+    assert found["alone"]["tpot_ms"] == pytest.approx(0.5, rel=0.1)  # of the report
+    assert found["usd_per_hour"] == found["replicas"] == found["devices"]
+    assert facts(*asked, "--batch", "1")["slots"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--target", "h200"), "--target cannot be used with an artifact"),
+        (("--batch", "5"), "runs 4 requests at once, not 5"),
+        (("--prompt", "250", "--output", "20"), "250 prompt tokens and 20 output tokens exceed the context"),
+    ],
+)
+def test_what_an_artifact_has_is_not_asked_for(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    result = invoke(artifact(tmp_path), "--rate", "1/s", *SLO, *options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_an_artifact_is_planned_for_a_rate_alone(tmp_path: Path) -> None:
+    result = invoke(artifact(tmp_path))
+    assert result.exit_code == 2
+    assert "is an artifact" in result.stderr
+    assert "--rate" in result.stderr
+
+
+def test_an_artifact_without_latency_is_refused(tmp_path: Path) -> None:
+    result = invoke(artifact(tmp_path, gates={}, latency=None), "--rate", "1/s", *SLO)
+    assert result.exit_code == 2
+    assert "its report has no latency" in " ".join(result.stderr.split())
