@@ -56,7 +56,7 @@ class FleetGoal:
 
 def quantiles(outcomes: Sequence[RequestOutcome], percentile: float) -> dict[str, float]:
     """Give a percentile of TTFT, TPOT and latency in milliseconds; answers of one token have no TPOT."""
-    durations = {
+    durations: dict[str, list[float | None]] = {
         "TTFT": [each.ttft_ms for each in outcomes],
         "TPOT": [each.tpot_ms for each in outcomes],
         "latency": [each.latency_ms for each in outcomes],
