@@ -109,7 +109,7 @@ def run(artifact: Path, prompt: str | None, adapter: str, chat: bool, as_json: b
         _converse(opened.path, runner, title, Conversation(runner, most, options["system"]), sampling, adapter)
         return
     chunks = []
-    prompted = runner.encode_chat(_messages(text, options["system"])) if chat else runner.encode(text)
+    prompted = runner.encode_chat(_messages(text, options["system"])) if chat else text
     for chunk in _generate(opened.path, runner, prompted, sampling, adapter):
         chunks.append(chunk)
         if not as_json:
@@ -136,14 +136,17 @@ def _messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _generate(
-    artifact: Path, runner: Runner, prompt: Sequence[int], sampling: Sampling, adapter: str
+    artifact: Path, runner: Runner, prompt: str | Sequence[int], sampling: Sampling, adapter: str
 ) -> Iterator[Chunk]:
     """Go on from one prompt; what the artifact has of its beginning is not computed."""
     from llmforge.serving import Engine, Request
     from llmforge.serving.saved_prefixes import ShippedPrefixes
 
-    shipped = ShippedPrefixes.read(artifact).of(prompt)
-    if adapter or not shipped.prefixes:
+    shipped = ShippedPrefixes.read(artifact)
+    if shipped.prefixes:
+        prompt = runner.encode(prompt) if isinstance(prompt, str) else prompt
+        shipped = shipped.of(prompt)
+    if adapter or isinstance(prompt, str) or not shipped.prefixes:
         yield from runner.generate(prompt, sampling, adapter)
         return
     with Engine(runner, shipped=shipped) as engine:

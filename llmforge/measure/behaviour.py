@@ -113,11 +113,9 @@ def run(
     said = ask(ours, prompts, progress.advance)
     if (alone := why_not_whole(checkpoint)) is not None:
         notes = (*notes, f"behaviour: the checkpoint does not run: {alone}")
-        answers, drafted, more = _drafted(runner, prompts, [(said, read(ours, prompts, said, runner))], progress)
-        return results.measured(chosen, *answers, None, engine=ours.description, baseline=None, speculation=drafted), (
-            *notes,
-            *more,
-        )
+        (mine,), drafted, more = _drafted(runner, prompts, [(said, read(ours, prompts, said, runner))], progress)
+        found = results.measured(chosen, mine, None, engine=ours.description, baseline=None, speculation=drafted)
+        return found, (*notes, *more)
     ends = runner.config.eos_token_ids
     theirs = CheckpointSide(
         partial(Baseline, checkpoint, threads=engine.threads),
@@ -133,8 +131,10 @@ def run(
     beside = read(theirs, prompts, right, runner, sure, keep)
     progress.stage("Read the checkpoint's answers")
     answers = read(ours, prompts, said, runner, odds(ours, prompts, right, tokens, runner))
-    sides, drafted, more = _drafted(runner, prompts, [(said, answers), (right, beside)], progress)
-    found = results.measured(chosen, *sides, engine=ours.description, baseline=theirs.description, speculation=drafted)
+    (answers, beside), drafted, more = _drafted(runner, prompts, [(said, answers), (right, beside)], progress)
+    found = results.measured(
+        chosen, answers, beside, engine=ours.description, baseline=theirs.description, speculation=drafted
+    )
     return found, (*notes, *more)
 
 

@@ -142,8 +142,9 @@ class Engine(Serving):
             found = dataclasses.replace(self._stats, waiting=self._stats.waiting + len(self._arrivals))
         if self._responses is None:
             return found
-        counted = {"response_cache_hits": self._responses.hits, "response_cache_misses": self._responses.misses}
-        return dataclasses.replace(found, **counted)
+        return dataclasses.replace(
+            found, response_cache_hits=self._responses.hits, response_cache_misses=self._responses.misses
+        )
 
     @property
     def encoder(self) -> PromptEncoder:

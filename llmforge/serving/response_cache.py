@@ -37,8 +37,17 @@ class _Answer:
         yield from first
         assert last.usage is not None
         ttft_ms = (time.perf_counter() - submitted) * 1e3
-        again = {"tpot_ms": None, "queue_ms": 0.0, "prefill_ms": None, "drafted_tokens": 0, "accepted_tokens": 0}
-        yield replace(last, usage=replace(last.usage, cached_tokens=last.usage.prompt_tokens, ttft_ms=ttft_ms, **again))
+        usage = replace(
+            last.usage,
+            cached_tokens=last.usage.prompt_tokens,
+            ttft_ms=ttft_ms,
+            tpot_ms=None,
+            queue_ms=0.0,
+            prefill_ms=None,
+            drafted_tokens=0,
+            accepted_tokens=0,
+        )
+        yield replace(last, usage=usage)
 
 
 class ResponseCache:
