@@ -81,6 +81,8 @@ def _settings(state: CompileState) -> tuple[str, ...]:
 def _hint(state: CompileState) -> str:
     recipe = state.recipe
     again = _command(recipe, state, _settings(state))
+    if state.checkpoint.encoding is not None:
+        return f"to lose as much as was measured: {again}\nto publish it as it is, with verdict FAIL: --publish-failed"
     return (
         f"to lose as much as was measured: {again}\n"
         "to lose less: more bits (`retreat` gives them to the worst layers), or "

@@ -10,9 +10,10 @@ import pytest
 from starlette.testclient import TestClient
 
 import llmforge
-from llmforge.base.errors import UsageError
+from llmforge.base.errors import BudgetExceeded, UsageError
 from llmforge.checkpoint import Checkpoint
 from llmforge.gates import records
+from llmforge.gates.decision import Verdict
 from llmforge.measure.encoder_baseline import CheckpointEncoder
 from llmforge.serving import http as serve
 from llmforge.serving.encoder_engine import EncoderEngine
@@ -54,6 +55,24 @@ def test_an_embedder_is_built_measured_loaded_and_served(tmp_path: Path) -> None
         data = client.post("/v1/embeddings", json={"input": TEXTS, "encoding_format": "base64"}).json()["data"]
     rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in data]
     np.testing.assert_allclose(np.stack(rows), made, atol=1e-6)
+
+
+def test_an_embedder_in_int8_passes_the_gates_and_a_budget_is_held(tmp_path: Path) -> None:
+    int8 = "quantize-channels: {dtype: int8, activations: per_token, smooth: false, budget: {kld_mean: 0.02}}"
+    steps = f"passes: [pack-qkv, {int8}, cpu-kernels: {{budget: {{kld_mean: 0.02}}}}]"
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("passes: []", steps))
+    built = llmforge.build(tmp_path / "recipe.yaml", out=tmp_path / "artifacts")
+    report = records.read(llmforge.load(built.path).artifact)
+    assert {gate.verdict for gate in report.gates} == {Verdict.PASS}
+    losses = [done.verification.kld_mean for done in report.passes]
+    assert losses[0] is None
+    assert all(lost is not None and 0 < lost < 0.001 for lost in losses[1:])
+    (tmp_path / "recipe.yaml").write_text(
+        RECIPE.replace("passes: []", steps.replace("kld_mean: 0.02", "kld_mean: 1e-9"))
+    )
+    with pytest.raises(BudgetExceeded, match="pass quantize-channels: mean KLD is") as ended:
+        llmforge.build(tmp_path / "recipe.yaml", out=tmp_path / "artifacts")
+    assert "retreat" not in str(ended.value.hint)
 
 
 def test_a_reranker_is_built_measured_loaded_and_served(tmp_path: Path) -> None:
