@@ -72,10 +72,13 @@ from llmforge.triton.backend import checks  # noqa: E402
 
 checks.environment()  # before anything is imported that this environment may lack
 
-from llmforge.triton.backend.{module} import TritonPythonModel  # noqa: E402
+from llmforge.triton.backend.{model}  # noqa: E402
 
 __all__ = ["TritonPythonModel"]
 '''
+
+_CLASS = "model import TritonPythonModel"
+_ENCODER_CLASS = "encoder_model import TritonEncoderModel as TritonPythonModel"
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,7 @@ def own_files(model: TritonModel) -> dict[str, bytes]:
     encodes = model.runtime.encoder is not None
     shipped = sources.shipped(sources.ENCODER_ROOTS if encodes else sources.ROOTS, kernels=kernels)
     made = {f"1/{path}": source.read_bytes() for path, source in shipped.items()}
-    made["1/model.py"] = _MODEL.format(module="encoder_model" if encodes else "model").encode()
+    made["1/model.py"] = _MODEL.format(model=_ENCODER_CLASS if encodes else _CLASS).encode()
     made["1/__pycache__"] = b""  # a file, so that Python neither writes bytecode into an artifact nor reads any there
     made[f"1/{REQUIREMENTS}"] = requirements(model.runtime).encode()
     return made

@@ -196,9 +196,11 @@ class TestServer:
         assert (own / "1/llmforge/serving/encoder_runner.py").is_file()
         assert "/v2/models/docs-embedder/infer" in (own / "README.md").read_text()
         assert "triton/docs-embedder/1/model.py" in opened.manifest.files
+        template = tmp_path / "template.jinja"
+        template.write_text("{{ messages }}")
         for words, said in (
             (["--set", "speculation=prompt-lookup"], "serving.speculation is for language models"),
-            (["--tool-prompt"], "is an embedder, which reads no chats"),
+            (["--chat-template", str(template)], "is an embedder, which reads no chats"),
         ):
             refused = CliRunner().invoke(cli, ["triton", str(opened.path), "-o", str(tmp_path / "r"), *words])
             assert refused.exit_code == 2

@@ -86,7 +86,8 @@ class TracedEncoder(nn.Module):
         learns: bool,
     ) -> Tensor:
         """Run the model once; `learns`: only to see what it calls, before a trace."""
-        torch._check(input_ids.shape[1] == position_ids.shape[1])  # one symbol for both, before anything asks
+        same: Callable[[bool], None] = torch._check  # untyped in torch
+        same(input_ids.shape[1] == position_ids.shape[1])  # one symbol for both, before anything asks
         self._attention.begin(sequence_starts, learns=learns)
         self.rotary.step.position_ids = position_ids
         self.rotary.step.text_lengths = sequence_starts.long()  # nothing of an encoder reads it

@@ -28,7 +28,7 @@ _ALLOW = "write the repository with `llmforge triton --allow fail`"
 _TOKENS = "llmforge_prompt_tokens_total"
 
 
-class TritonPythonModel:
+class TritonEncoderModel:
     """The interface that Triton asks for."""
 
     def initialize(self, args: dict[str, str]) -> None:

@@ -99,4 +99,5 @@ def _text(value: Any, what: str) -> str:
 
 def _unpadded(row: NDArray[np.int64]) -> list[int]:
     """Take the ids of a row before its padding."""
-    return row[: np.flatnonzero(row >= 0).max(initial=-1) + 1].tolist()
+    ids: list[int] = row[: np.flatnonzero(row >= 0).max(initial=-1) + 1].tolist()
+    return ids
