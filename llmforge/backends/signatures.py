@@ -47,6 +47,7 @@ def encoder(model: ir.Model, encoding: Encoding, max_context: int) -> EncoderCon
         encoding.prompts,
         encoding.default_prompt,
         token_types=any(value.name == interface.TOKEN_TYPE_IDS for value in model.graph.inputs),
+        packed=any(cpu.CpuEncoderAttention.all(model)),
     )
 
 

@@ -172,10 +172,8 @@ class Baseline:
         that are still answered, their logits [B, V], and the tokens [B] that were chosen.
         """
         if len(prompts) > 1 and not self._takes_padding():
-            return [
-                self.answers([each], [count], ends, lambda _, logits, tokens, at=at: seen([at], logits, tokens))[0]
-                for at, (each, count) in enumerate(zip(prompts, counts, strict=True))
-            ]
+            asked = enumerate(zip(prompts, counts, strict=True))
+            return [self.answers([each], [count], ends, _at(place, seen))[0] for place, (each, count) in asked]
         import torch
 
         from llmforge.trace.hooks import internals
@@ -245,6 +243,11 @@ class Baseline:
                 output = self._model(input_ids=step, use_cache=True, logits_to_keep=1, **kept)
                 step = output.logits[:, -1].argmax(-1, keepdim=True)
             yield step[:, 0].tolist()
+
+
+def _at(place: int, seen: Seen) -> Seen:
+    """Tell `seen` the steps of a prompt that is alone as those of its place."""
+    return lambda _, logits, tokens: seen([place], logits, tokens)
 
 
 def _strings(value: object) -> Iterator[str]:

@@ -23,6 +23,7 @@ class EncoderConfig:
     prompts: Mapping[str, str] = field(default_factory=dict)  # what texts begin with, by the name of a prompt
     default_prompt: str | None = None
     token_types: bool = False  # whether the graph reads which of two texts a token is of
+    packed: bool = True  # whether its attention takes no memory for pairs of tokens: sequences run side by side
 
     @property
     def title(self) -> str:

@@ -227,7 +227,7 @@ def _prove(request: BuildRequest, file: Path, session_config: SessionConfig) -> 
         prove(session, session.allocate(1, request.spec.max_context))
         return
     facts = signatures.encoder(request.model, request.encoding, request.spec.max_context)
-    encoder = OnnxEncoder(file, session_config, facts, own_kernels=any(cpu.CpuEncoderAttention.all(request.model)))
+    encoder = OnnxEncoder(file, session_config, facts, own_kernels=facts.packed)
     if not np.isfinite(encoder.encode([np.zeros(2, np.int64), np.zeros(1, np.int64)])).all():
         raise VerificationError("the engine gives NaN or infinite numbers for two tokens of id 0")
 

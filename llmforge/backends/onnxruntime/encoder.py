@@ -114,5 +114,5 @@ class OnnxEncoder:
 def open_encoder(file: Path, config: RuntimeConfig, threads: int | None) -> OnnxEncoder:
     """Open the engine whose graph is in `file`."""
     assert config.encoder is not None
-    own = config.kernels is not None
+    own = config.kernels is not None and config.encoder.packed
     return OnnxEncoder(file, config.session.resolve(threads), config.encoder, own_kernels=own)
