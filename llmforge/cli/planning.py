@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -181,7 +182,7 @@ def plan(
         require_given("--rate or --trace", "slo", "variation", "percentile", "seed")
     else:
         refuse_given("--rate and --trace", "plot", "calibration_workers")
-    if (what / _MANIFEST).is_file():
+    if os.path.isfile(what / _MANIFEST):  # noqa: PTH113 - a folder that may not be read is refused as a checkpoint
         if not fleet.asked:
             raise UsageError(f"{what} is an artifact", hint="plan its recipe or checkpoint, or give --rate and --slo")
         _size_artifact(what, fleet, as_json, asked)

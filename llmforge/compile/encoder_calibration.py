@@ -22,6 +22,7 @@ from llmforge.ir.operators.standard import MatMul
 from llmforge.quantization import smoothing
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, QuantizedMatrix, rows
+from llmforge.quantization.methods import PLAIN
 from llmforge.quantization.methods.base import InputStatistic, LayerInputs
 from llmforge.quantization.statistics import Demand, InputRange, Statistics, WeightDemand, exclusion
 from llmforge.verification import encoder_runs, probe
@@ -115,18 +116,19 @@ def calibrate(
 
 def _asked(demands: Sequence[Demand]) -> DemandsByKind:
     asked = DemandsByKind.of(demands)
+    limited = asked.weights is not None and asked.weights.is_limited
     others = {
-        "sparsify-weights": asked.sparsity,
-        "correct-low-rank": asked.correction,
-        "recover-scales": asked.recovery,
-        "prune-structure": asked.pruning,
-        "quantize-kv-cache": asked.kv or None,
-        "method: auto": asked.weights if asked.weights is not None and asked.weights.is_limited else None,
+        "sparse weights": asked.sparsity,
+        "corrections of low rank": asked.correction,
+        "trained scales": asked.recovery,
+        "pruned structure": asked.pruning,
+        "a KV cache": asked.kv or None,
+        "formats chosen by bytes or loss": asked.weights if limited else None,
     }
     if unserved := [name for name, demand in others.items() if demand is not None]:
         raise UnsupportedError(
             f"calibration of embedders and rerankers does not serve {', '.join(unserved)}",
-            hint="use quantize-channels, or quantize-weights with method: gptq or rtn",
+            hint="leave these passes out, and name one format: see `llmforge docs retrieval`",
         )
     return asked
 
@@ -203,7 +205,7 @@ def _quantized(read: _Read, demand: WeightDemand, threads: int) -> Mapping[str, 
     except (ValueError, np.linalg.LinAlgError) as error:
         raise DataError(
             f"{names[0]}: its inputs over the calibration text do not allow method {demand.method.name}: {error}",
-            hint="give more, or other, calibration text, or use method: rtn",
+            hint=f"give more, or other, calibration text, or use method: {PLAIN.name}",
         ) from error
     bounds = pairwise(np.cumsum([0, *map(len, weights)]))
     return {name: rows(matrix, slice(*own)) for name, own in zip(names, bounds, strict=True)}

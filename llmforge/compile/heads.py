@@ -25,6 +25,7 @@ from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.eagle3 import Eagle3Head
 from llmforge.ir import dialect, graph, hidden_states, interface
 from llmforge.ir.scratch import Scratch
+from llmforge.quantization.methods import PLAIN
 from llmforge.recipe import Recipe
 from llmforge.rewrite import pass_base
 from llmforge.rewrite.pass_base import Context, Numerics
@@ -176,8 +177,8 @@ def _run_passes(by: Recipe, model: ir.Model, texts: Sequence[_Text], context: Co
         raise UnsupportedError(
             f"{by.where('passes')}: {', '.join(dict.fromkeys(calibrated))} would calibrate the EAGLE-3 head, and a "
             "head has no text to calibrate on",
-            hint="name another recipe for the head, with passes that do not calibrate (quantize-weights with method "
-            "rtn): `speculation: {method: eagle3, checkpoint: …, recipe: head.yaml}`",
+            hint="name another recipe for the head, with a method that reads no text: "
+            f"`{{method: {PLAIN.name}}}` in `speculation: {{method: eagle3, checkpoint: …, recipe: head.yaml}}`",
         )
     before = _outcomes(model, texts, threads)
     for step in steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmforge.backends import BACKENDS, engines
+from llmforge.backends import BACKENDS
 from llmforge.base.errors import ForgeError, InputError, UnsupportedError
 from llmforge.recipe import Recipe, ServingSpec
 from llmforge.targets import Target
@@ -41,7 +41,8 @@ def write(artifact: Path, serving: ServingSpec, target: Target) -> tuple[str, ..
     """
     if not serving.prefixes:
         return ()
-    from llmforge.serving import saved_prefixes  # brings ONNX Runtime
+    from llmforge.backends import engines  # both bring ONNX Runtime
+    from llmforge.serving import saved_prefixes
 
     found = _prefixes(artifact, serving)
     shipped = saved_prefixes.write_index(artifact, found)

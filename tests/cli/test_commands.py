@@ -493,7 +493,8 @@ def test_options_show_type_bounds_and_default() -> None:
         "  budget: mapping; required",
         "      what it may cost",
         "      kld_mean: number, above 0; required",
-        "          maximum mean KL divergence from the graph before the pass, in nats per token",
+        "          maximum mean KL divergence from the graph before the pass, in nats per token; of embedders and "
+        "rerankers, per text",
         "  bits: 4 or 8; default 4",
         "      bits of a weight",
         "  block_size: integer, at least 16, at most 256; default 32",

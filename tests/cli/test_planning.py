@@ -442,15 +442,18 @@ def test_known_families_cost_no_torch(llama: Path) -> None:
 # the documentation
 
 
-def test_the_examples_of_the_documentation_run(llama: Path, machine: Path, tmp_path: Path) -> None:
+def test_the_examples_of_the_documentation_run(llama: Path, machine: Path, tmp_path: Path, few: None) -> None:
     text = (ROOT / "docs" / "planning.md").read_text()
     commands = [
         line.removeprefix("$ llmforge plan ") for line in text.splitlines() if line.startswith("$ llmforge plan")
     ]
-    assert len(commands) == 7
+    assert len(commands) == 12
+    trace = tmp_path / "arrivals.jsonl"
+    trace.write_text("".join(f'{{"at_s": {at}, "prompt_tokens": 64, "output_tokens": 8}}\n' for at in range(4)))
     for command in commands:
         words = command.partition(" #")[0].split()
         named = {"CHECKPOINT": str(llama), "here.yaml": str(machine), "roofline.svg": str(tmp_path / "roofline.svg")}
+        named |= {"arrivals.jsonl": str(trace), "artifacts/NAME/VERSION": str(artifact(tmp_path / "built"))}
         words = [named.get(word, str(ROOT / word) if word.startswith("recipes/") else word) for word in words]
         result = invoke(*words)
         assert result.exit_code == 0, f"{command}: {result.stderr}"

@@ -99,7 +99,7 @@ def test_weights_by_gptq_and_norms(tmp_path: Path) -> None:
         changes = step.run(model, Context(targets.load("cpu-avx2"), made))
         lost[method] = proofs.check(step, model, changes).kld_mean or 0.0
     assert 0 < lost["gptq"] < lost["rtn"]
-    with pytest.raises(UnsupportedError, match="does not serve sparsify-weights"):
+    with pytest.raises(UnsupportedError, match="does not serve sparse weights"):
         encoder_calibration.plan(traced, [SparsityDemand(0.01)])
 
 

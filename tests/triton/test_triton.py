@@ -243,7 +243,7 @@ class TestSources:
     ) -> None:
         asked: list[bool | None] = []
 
-        def shipped(*, kernels: bool | None) -> dict[str, Path]:
+        def shipped(_: tuple[str, ...], *, kernels: bool | None) -> dict[str, Path]:
             asked.append(kernels)
             return {"llmforge/triton/sources.py": Path(sources.__file__)}
 
