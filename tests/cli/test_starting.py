@@ -253,7 +253,7 @@ def test_what_is_not_measured_is_said(home: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.thorough
 def test_passes_that_would_find_nothing_are_left_out(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention with a position bias has no kernel: its cache stays as it is; layers have one. The build takes the trace."""
+    """Attention with a position bias has no kernel: its cache stays; layers have one. The build takes the trace."""
     monkeypatch.setattr(trial, "run", TRIAL)
     zoo_classic.write("bloom", home / "bloom", n_layer=1)
     result = invoke("init", "bloom")
