@@ -155,7 +155,7 @@ def slower(model: ir.Model) -> Iterable[tuple[ir.Node, str]]:
     """Yield every MatMulNBits that the fast product does not compute, with the reason and what computes it instead."""
     for product in MatMulNBits.all(model):
         if (reason := slow_reason(product)) is not None:
-            few = "up to 16 tokens" if product.bits == 4 else "1 token"
+            few = "up to 16 tokens" if product.bits == 4 else "a token or a few"
             what = f"{reason}; runs on a slower kernel for {few}, else dequantizes its weight in every step"
             yield product.node, what
 
