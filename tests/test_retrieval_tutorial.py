@@ -1,4 +1,4 @@
-"""docs/retrieval.md: its way from a question to an answer, run from the root of the checkout (a minute: slow)."""
+"""docs/retrieval.md: its way from a question to an answer, run from the root of the checkout (minutes: slow)."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def test_passages_are_found_and_a_chat_model_answers(tmp_path: Path) -> None:
         if line.startswith("$ llmforge "):
             words = shlex.split(line.removeprefix("$ llmforge "))
             done = subprocess.run(
-                [sys.executable, "-m", "llmforge", *words, "--set", "validation={}", "--set", "gates={}"],
+                [sys.executable, "-m", "llmforge", *words],
                 cwd=ROOT,
                 env=environment,
                 capture_output=True,
