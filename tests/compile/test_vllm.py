@@ -106,7 +106,8 @@ def require_ran(built: BuildResult) -> None:
     assert run.failure is None
     assert run.figures is not None
     equal = sum(each.first_difference is None for each in run.prompts)
-    print(f"agreement {run.figures.agreement.value:.3f}, KLD {run.figures.kld_mean.value:.2g}, equal {equal}/{run.asked}")
+    figures = run.figures
+    print(f"agreement {figures.agreement.value:.3f}, KLD {figures.kld_mean.value:.2g}, equal {equal}/{run.asked}")
     assert run.figures.agreement.value > 0.95  # vLLM computes in 16 bits
     assert run.figures.kld_mean.value < 0.01
     [note] = [note for note in built.report.notes if note.startswith("quality: ")]
