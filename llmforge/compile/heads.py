@@ -8,7 +8,7 @@ states of every size that are drawn at random. What a lossy pass costs, answers 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from llmforge.backends.engines import BuildRequest
 from llmforge.base.errors import ForgeError, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.eagle3 import Eagle3Head
-from llmforge.ir import dialect, graph, hidden_states, interface
+from llmforge.ir import dialect, hidden_states, logits_rows
 from llmforge.ir.scratch import Scratch
 from llmforge.quantization.methods import PLAIN
 from llmforge.recipe import Recipe
@@ -110,9 +110,7 @@ def _traced(head: Eagle3Head, positions: int) -> ir.Model:
     from llmforge.trace.export import eagle3  # imports torch
 
     model = eagle3.trace(head, positions)
-    rows = graph.input_named(model, interface.LOGITS_ROWS)
-    rows.const_value = ir.Tensor(np.array([-1], np.int64), name=interface.LOGITS_ROWS)
-    model.graph.register_initializer(rows)
+    logits_rows.default_to_last(model)
     dialect.check(model)
     return model
 
@@ -220,17 +218,16 @@ def _hold_engine(
 
 def _largest(expected: Sequence[Outcome], made: Sequence[Outcome]) -> float:
     """Return the largest difference of logits or states, in standard deviations of what is expected in a text."""
-    return max(
-        float(np.abs(b - a).max() / a.std())
-        for one, other in zip(expected, made, strict=True)
-        for a, b in zip(one, other, strict=True)
-    )
+    return max(float(np.abs(given - wanted).max() / wanted.std()) for wanted, given in _arrays(expected, made))
 
 
 def _mean(expected: Sequence[Outcome], made: Sequence[Outcome]) -> float:
     """Return the root of the mean squared difference, likewise."""
-    return max(
-        float(np.sqrt(np.square(b - a).mean()) / a.std())
-        for one, other in zip(expected, made, strict=True)
-        for a, b in zip(one, other, strict=True)
-    )
+    pairs = _arrays(expected, made)
+    return max(float(np.sqrt(np.square(given - wanted).mean()) / wanted.std()) for wanted, given in pairs)
+
+
+def _arrays(expected: Sequence[Outcome], made: Sequence[Outcome]) -> Iterator[Outcome]:
+    """Pair what is expected of each text, logits and states, with what was made."""
+    for one, other in zip(expected, made, strict=True):
+        yield from zip(one, other, strict=True)

@@ -17,6 +17,13 @@ from llmforge.ir.operators import standard
 Logits = Literal["all", "last"]
 
 
+def default_to_last(model: ir.Model) -> None:
+    """Give the input `logits_rows` of a traced graph its default, the last row."""
+    rows = graph.input_named(model, interface.LOGITS_ROWS)
+    rows.const_value = ir.Tensor(np.array([-1], np.int64), name=interface.LOGITS_ROWS)
+    model.graph.register_initializer(rows)
+
+
 def offer(model: ir.Model, logits: Logits) -> tuple[str, str]:
     """Give logits of all rows, or of the last alone; return the node or output that changed, and how.
 

@@ -35,6 +35,7 @@ from llmforge.serving import Runner, Sampling
 
 TIMEOUT_S = 600.0  # for a runtime to be imported, to load the artifact and give its first answer, and for each further
 _GRACE_S = 60.0  # for a process to end that has closed its output: vLLM takes more than 10 on a busy machine
+_POINTER = "For further information visit"  # what pydantic ends its messages with, which says nothing of them
 _NO_QUALITY = "remove it from `validation.runtimes`"
 _NO_LATENCY = "remove `latency` of the recipe's validation"
 _LONGEST_LINE = 2**20  # bytes
@@ -438,5 +439,6 @@ class _Process:
         if code < 0:
             return f"ended by {signal.Signals(-code).name}"
         self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 2**14))
-        last = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        last = [line for line in lines if not line.strip().startswith(_POINTER)][-1:]
         return f"ended with exit code {code}" + (f" ({cut(last[0].strip(), 300)})" if last else "")

@@ -13,6 +13,7 @@ import json
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -99,13 +100,18 @@ class PrefixStore:
     """Files of keys and values in a folder, for one engine on machines that compute alike."""
 
     def __init__(self, folder: Path, artifact: Path) -> None:
-        self.folder = folder
-        self._of = hashlib.sha256()
+        self.folder, self._artifact = folder, artifact
+
+    @cached_property
+    def _of(self) -> Any:
+        """The digest of all but the tokens; it reads the engine, which is not done for prompts that have no prefix."""
+        found = hashlib.sha256()
         for part in (
-            _engine_digest(artifact / "engine"), str(native.VERSION).encode(), native.instruction_set().encode(),
-            version("onnxruntime").encode(),
+            _engine_digest(self._artifact / "engine"), str(native.VERSION).encode(),
+            native.instruction_set().encode(), version("onnxruntime").encode(),
         ):  # fmt: skip
-            self._of.update(hashlib.sha256(part).digest())
+            found.update(hashlib.sha256(part).digest())
+        return found
 
     def file(self, ids: Sequence[int]) -> Path:
         """Name the file of a prefix."""

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import onnx_ir as ir
 
 from llmforge.base.errors import ForgeError, NotADecoder, UnsupportedError, VerificationError
-from llmforge.ir import dialect, interface
+from llmforge.ir import dialect, logits_rows
 from llmforge.trace.export.pattern import Irregular
 
 if TYPE_CHECKING:
@@ -87,17 +86,11 @@ def _fallen_back(checkpoint: Checkpoint, irregular: Irregular | None, reason: Fo
         raise
     except REFUSALS as error:
         fallback.refuse_encoders(checkpoint)
-        if error.message == reason.message:
-            raise reason from error
-        raise UnsupportedError(
-            f"{reason.message}; tracing the attention from its own code failed too: {error.message}", hint=reason.hint
-        ) from error
+        raise fallback.refused_too(reason, error) from error
 
 
 def _checked(graph: ir.Model) -> ir.Model:
     """Give `logits_rows` its default, the last row, and refuse what the dialect does not know."""
-    rows = next(value for value in graph.graph.inputs if value.name == interface.LOGITS_ROWS)
-    rows.const_value = ir.Tensor(np.array([-1], np.int64), name=interface.LOGITS_ROWS)
-    graph.graph.register_initializer(rows)
+    logits_rows.default_to_last(graph)
     dialect.check(graph)
     return graph

@@ -225,11 +225,7 @@ def trace(checkpoint: Checkpoint, encoding: Encoding) -> ir.Model:
         graph.metadata_props[interface.FALLBACK] = reason.message
         return _checked(graph)
     except (UnsupportedError, VerificationError) as error:
-        if error.message == reason.message:
-            raise reason from error
-        raise UnsupportedError(
-            f"{reason.message}; tracing the attention from its own code failed too: {error.message}", hint=reason.hint
-        ) from error
+        raise fallback.refused_too(reason, error) from error
 
 
 def _checked(graph: ir.Model) -> ir.Model:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from llmforge.base.errors import NotADecoder, UnsupportedError
+from llmforge.base.errors import ForgeError, NotADecoder, UnsupportedError
 from llmforge.checkpoint import Checkpoint
 from llmforge.ir.operators import standard
 from llmforge.trace.export import limits
@@ -30,6 +30,15 @@ from llmforge.trace.hooks.symbolic import emit
 LOOK_AHEAD = 1e-3  # of a logit, in standard deviations, when what follows its token is left out: beyond rounding
 READ_AHEAD = 24  # tokens of which that is asked
 FP32_BYTES = 4
+
+
+def refused_too(reason: ForgeError, error: ForgeError) -> ForgeError:
+    """Return what refuses a model whose attention was not substituted, for `reason`, and not traced as it is either."""
+    if error.message == reason.message:
+        return reason
+    return UnsupportedError(
+        f"{reason.message}; tracing the attention from its own code failed too: {error.message}", hint=reason.hint
+    )
 
 
 class OwnCache(attention.CacheLayer):  # type: ignore[no-untyped-call]  # transformers is untyped in parts
