@@ -22,6 +22,15 @@ def test_products_are_those_of_numpy_on_any_number_of_threads(m: int, k: int, n:
     np.testing.assert_array_equal(products.multiply(*turned, threads=2), found)
 
 
+def test_threads_that_begin_when_all_is_done_change_nothing() -> None:
+    """Of 40 threads for each product most come too late for it, and some in the midst of the next one."""
+    rng = np.random.default_rng(6)
+    a, b = rng.standard_normal((512, 400)).astype(np.float32), rng.standard_normal((400, 500)).astype(np.float32)
+    expected = products.multiply(a, b, threads=1)
+    for _ in range(40):
+        np.testing.assert_array_equal(products.multiply(a, b, threads=40), expected)
+
+
 @pytest.mark.parametrize("n", [5, 130, 300])
 def test_zeros_of_triangles_are_not_multiplied(n: int) -> None:
     """Whatever stands there far enough from the diagonal is not read."""

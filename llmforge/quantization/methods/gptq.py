@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -299,23 +300,28 @@ def _groups(outputs: Sequence[Float32], together: int, threads: int) -> list[_Gr
     """
     parts: dict[int, list[tuple[NDArray[np.intp], slice, Float32]]] = {}
     bounds = itertools.pairwise(np.cumsum([0, *map(len, outputs)]).tolist())
-    for moments, (first, last) in zip(outputs, bounds, strict=True):
-        n, mean = last - first, float(moments.diagonal().mean(dtype=np.float64))
-        count = _count(n)
-        if count < 2 or not mean > 0:
-            continue
-        hessian = damped_outputs(moments)
-        for number in range(count):
-            own = np.flatnonzero(np.arange(n) // together % count == number)
-            factor = products.inverse_factor(hessian[np.ix_(own, own)].astype(np.float64), threads)
-            if factor is None:
-                raise ValueError("moments of the gradients of its outputs are not positive")
-            narrow = factor.astype(np.float32)
-            pull = products.multiply(narrow.T, hessian[own], threads=threads)
-            pull = products.multiply(narrow, pull, threads=threads)
-            pull[:, own] = 0
-            parts.setdefault(number, []).append((first + own, slice(first, last), np.ascontiguousarray(pull.T)))
+    with ThreadPoolExecutor(threads) as pool:
+        for moments, (first, last) in zip(outputs, bounds, strict=True):
+            n, mean = last - first, float(moments.diagonal().mean(dtype=np.float64))
+            count = _count(n)
+            if count < 2 or not mean > 0:
+                continue
+            owned = [np.flatnonzero(np.arange(n) // together % count == number) for number in range(count)]
+            for number, pull in enumerate(pool.map(partial(_pull, damped_outputs(moments)), owned)):
+                parts.setdefault(number, []).append((first + owned[number], slice(first, last), pull))
     return [
         _Group(np.concatenate([own for own, *_ in each]), tuple((layer, pull) for _, layer, pull in each))
         for each in parts.values()
     ]
+
+
+def _pull(hessian: Float32, own: NDArray[np.intp]) -> Float32:
+    """Return (O_bb⁻¹ O_bc)ᵀ [N, B] of rows b that are `own`, 0 for these, of the damped O [N, N]."""
+    factor = products.inverse_factor(hessian[np.ix_(own, own)].astype(np.float64), 1)
+    if factor is None:
+        raise ValueError("moments of the gradients of its outputs are not positive")
+    narrow = factor.astype(np.float32)
+    pull = products.multiply(narrow.T, hessian[own], threads=1)
+    pull = products.multiply(narrow, pull, threads=1)
+    pull[:, own] = 0
+    return np.ascontiguousarray(pull.T)

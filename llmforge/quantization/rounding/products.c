@@ -9,6 +9,7 @@
 #include "threads.h"
 
 #define EXPORT __attribute__((visibility("default")))
+#define WORTH_A_THREAD (1 << 19) /* multiplications, which take about as long as starting one */
 #define ROWS_EACH 192 /* rows of c that one thread takes at a time, a multiple of what is computed at once */
 
 typedef struct Work {
@@ -57,12 +58,19 @@ static void *multiply_all(void *argument) {
     return NULL;
 }
 
+/* How many of the `threads` a product of so many numbers, of `k` terms each, should be made on. */
+static int worthwhile(int64_t numbers, int64_t k, int threads) {
+    const int64_t most = 1 + numbers * k / WORTH_A_THREAD;
+    return threads < most ? threads : (int)most;
+}
+
 static int multiply(const Product *p, int64_t size, int threads) {
     Work work = {.product = p, .by = multiplier(size), .size = size};
     if (p->m == 0 || p->n == 0) return 0;
     work.panels = (p->m + work.by->rows - 1) / work.by->rows;
     work.packed = aligned_alloc(64, (size_t)(work.panels * work.by->rows * p->k * size + 63) / 64 * 64);
     if (work.packed == NULL) return 1;
+    threads = worthwhile(p->m * p->n, p->k, threads);
     run_on_threads(pack_all, &work, threads < work.panels ? threads : (int)work.panels);
     atomic_store(&work.next, 0);
     run_on_threads(multiply_all, &work, threads);
@@ -184,6 +192,7 @@ EXPORT int llmforge_add_tokens(const TokenProduct *product, int threads) {
     work.a = aligned_alloc(64, (size_t)(panels * work.panel) * sizeof(uint32_t));
     if (work.a == NULL) return 1;
     work.b = product->lower ? work.a : work.a + work.a_panels * work.panel;
+    threads = worthwhile(product->rows * product->columns, product->tokens, threads);
     run_on_threads(pack_tokens, &work, threads);
     atomic_store(&work.next, 0);
     run_on_threads(add_tokens, &work, threads);
