@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from llmforge.runtime.config import RuntimeConfig, SessionConfig
 
 PROVIDER = "CPUExecutionProvider"
+_FP8 = "float8_e4m3fn"  # which numpy has from another package
 CACHE_DTYPES = {key: element.name for key, element in CACHE_TYPES.items() if element.on_hosts}
 
 # Severity 3 = errors only: warning 2 tells at every load that `logits_rows`, an input with a default, is not constant.
@@ -178,7 +179,7 @@ def ort_value(array: NDArray[Any]) -> Any:
 
     numpy has no fp8: such an array has a dtype of another package, and goes over as bytes.
     """
-    if array.dtype.name != "float8_e4m3fn":
+    if array.dtype.name != _FP8:
         return ort.OrtValue.ortvalue_from_numpy(array)
     return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint8), ELEMENTS[array.dtype.name].onnx)
 
@@ -223,8 +224,9 @@ def run(session: Any, names: Sequence[str] | None, feeds: Mapping[str, NDArray[A
     Raises:
         RunFailed: a kernel fails, or refuses what it is fed.
     """
+    fed = {name: ort_value(array) if array.dtype.name == _FP8 else array for name, array in feeds.items()}
     try:
-        results: list[NDArray[Any]] = session.run(names, feeds)
+        results: list[NDArray[Any]] = session.run(names, fed)
     except _FAILURES as error:
         raise _run_failed(error, feeds) from error
     return results

@@ -5,15 +5,18 @@ from __future__ import annotations
 import gc
 import weakref
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import psutil
 import pytest
+from onnx import TensorProto, helper
 
 from llmforge import targets
 from llmforge.backends import loading
 from llmforge.backends.engines import BuildRequest
 from llmforge.backends.onnxruntime import builder as onnxruntime
+from llmforge.backends.onnxruntime import session
 from llmforge.backends.onnxruntime.session import Session
 from llmforge.base.errors import InputError, RunFailed, UnsupportedError, UsageError
 from llmforge.ir import graph
@@ -268,3 +271,19 @@ def test_one_attention_of_our_own_decides_how_many_tokens_are_steady(own, steady
     opened = loading.open_engine(tmp_path, RuntimeConfig.read(tmp_path / "runtime.json"))
     assert ("total_sequence_length" in opened.signature.inputs) == (own < 2)
     assert opened.signature.steady_from == steady_from
+
+
+def test_codes_in_fp8_are_fed_as_they_are() -> None:
+    """numpy has no fp8, and ONNX Runtime takes no arrays of another package's."""
+    cast = helper.make_node("Cast", ["codes"], ["numbers"], to=TensorProto.FLOAT)
+    codes = helper.make_tensor_value_info("codes", TensorProto.FLOAT8E4M3FN, ["n"])
+    numbers = helper.make_tensor_value_info("numbers", TensorProto.FLOAT, ["n"])
+    model = helper.make_model(
+        helper.make_graph([cast], "cast", [codes], [numbers]),
+        opset_imports=[helper.make_opsetid("", 21)],
+        ir_version=10,
+    )
+    options = session.session_options(SessionConfig(threads=1))
+    opened = session.open_graph(model.SerializeToString(), options, [session.PROVIDER], "the test's graph")
+    given = np.array([0.5, -3.5, 448, 0], ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(session.run(opened, None, {"codes": given})[0], given.astype(np.float32))
