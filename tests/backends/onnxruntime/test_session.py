@@ -16,8 +16,7 @@ from llmforge import targets
 from llmforge.backends import loading
 from llmforge.backends.engines import BuildRequest
 from llmforge.backends.onnxruntime import builder as onnxruntime
-from llmforge.backends.onnxruntime import session
-from llmforge.backends.onnxruntime.session import Session
+from llmforge.backends.onnxruntime.session import PROVIDER, Session, open_graph, run, session_options
 from llmforge.base.errors import InputError, RunFailed, UnsupportedError, UsageError
 from llmforge.ir import graph
 from llmforge.ir.operators import contrib
@@ -278,12 +277,8 @@ def test_codes_in_fp8_are_fed_as_they_are() -> None:
     cast = helper.make_node("Cast", ["codes"], ["numbers"], to=TensorProto.FLOAT)
     codes = helper.make_tensor_value_info("codes", TensorProto.FLOAT8E4M3FN, ["n"])
     numbers = helper.make_tensor_value_info("numbers", TensorProto.FLOAT, ["n"])
-    model = helper.make_model(
-        helper.make_graph([cast], "cast", [codes], [numbers]),
-        opset_imports=[helper.make_opsetid("", 21)],
-        ir_version=10,
-    )
-    options = session.session_options(SessionConfig(threads=1))
-    opened = session.open_graph(model.SerializeToString(), options, [session.PROVIDER], "the test's graph")
+    made, opset = helper.make_graph([cast], "cast", [codes], [numbers]), helper.make_opsetid("", 21)
+    model = helper.make_model(made, opset_imports=[opset], ir_version=10).SerializeToString()
+    opened = open_graph(model, session_options(ONE_THREAD), [PROVIDER], "the test's graph")
     given = np.array([0.5, -3.5, 448, 0], ml_dtypes.float8_e4m3fn)
-    np.testing.assert_array_equal(session.run(opened, None, {"codes": given})[0], given.astype(np.float32))
+    np.testing.assert_array_equal(run(opened, None, {"codes": given})[0], given.astype(np.float32))
