@@ -242,6 +242,7 @@ def _traced(checkpoint: Checkpoint, encoding: Encoding, hook: type[EncoderAttent
         internals.registered_experts(experts.NAME, experts.ExpertsHook()),
     ):
         model, mode = skeleton.build(checkpoint.config, attention.NAME, encoding)
+        model.set_experts_implementation(experts.NAME)
         sources = weights.plan(model, checkpoint)
         weights.untie(model, sources)
         languages.settle(model)
