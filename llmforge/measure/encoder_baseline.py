@@ -47,7 +47,10 @@ class CheckpointEncoder:
         if config.kind == "embedder" and config.pooling not in POOLINGS:
             raise UnsupportedError(f"{folder}: pooling {config.pooling!r}; known: {', '.join(POOLINGS)}")
         self.config, self._threads = config, threads
+        encoding = checkpoint.encoding
+        self._answers = None if encoding is None else encoding.answers
         kind = "AutoModel" if config.kind == "embedder" else "AutoModelForSequenceClassification"
+        kind = kind if self._answers is None else "AutoModelForCausalLM"
         given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
         try:
             # A table of what is missing is no news of a pooler, and an error below of all else.
@@ -62,7 +65,6 @@ class CheckpointEncoder:
         if missing:
             raise CheckpointError(f"{folder}: weights are missing: {', '.join(sorted(missing)[:3])}")
         self._model: Any = loaded.eval()
-        encoding = checkpoint.encoding
         self._dense = [] if encoding is None else [_layer(folder, each) for each in encoding.dense]
         self.description = (
             f"transformers {transformers.__version__}, torch {torch.__version__}, fp32 arithmetic on the stored "
@@ -88,6 +90,10 @@ class CheckpointEncoder:
         if token_types is not None:
             inputs["token_type_ids"] = types
         with torch.inference_mode(), internals.torch_threads(self._threads):
+            if self._answers is not None:
+                logits = self._model(**inputs, logits_to_keep=mask.sum(1) - 1).logits.diagonal(dim1=0, dim2=1)
+                made = (logits[self._answers.yes] - logits[self._answers.no])[:, None]
+                return np.asarray(made.float(), np.float32)
             output = self._model(**inputs)
             made = output.logits if self.config.kind == "reranker" else self._pooled(output.last_hidden_state, mask)
         result: NDArray[np.float32] = made.float().numpy()

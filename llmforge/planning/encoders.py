@@ -40,7 +40,9 @@ def _lines(encoding: Encoding, settings: Mapping[str, Any], target: Target, give
     yield f"checkpoint: {given['checkpoint']}"
     yield f"target: {given['target']}  # see `llmforge targets`"
     yield f"engine: {{backend: onnxruntime, max_context: {_context(encoding, settings)}, max_batch: 8}}"
-    if encoding.kind == "reranker" and _labels(settings) != 1:  # a classifier: it puts nothing in order
+    if (
+        encoding.kind == "reranker" and encoding.answers is None and _labels(settings) != 1
+    ):  # a classifier: it puts nothing in order
         yield "passes: []  # fp32: nothing measures what int8 would cost a classifier"
         return
     yield from _passes(target)

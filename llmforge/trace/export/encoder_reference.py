@@ -30,6 +30,8 @@ class EncoderReference:
         with internals.third_party("loading the model"):
             self._model = skeleton.load(checkpoint, reference.EAGER)
         self._encoding = encoding
+        # Where its weights are stored as codes, the model is the classifier that it is traced as.
+        self._predicts = encoding.answers is not None and self._model.get_output_embeddings() is not None
         self.padding: int | None = getattr(checkpoint.config.get_text_config(), "pad_token_id", None)
 
     def run(
@@ -53,12 +55,23 @@ class EncoderReference:
             given["token_type_ids"] = torch.from_numpy(kinds)
         if "use_cache" in inspect.signature(self._model.forward).parameters:
             given["use_cache"] = False
+        if self._predicts:
+            given["logits_to_keep"] = torch.tensor([len(own) - 1 for own in sequences])
         with internals.third_party("running the model"), torch.inference_mode():
             output = self._model(**given)
             if self._encoding.kind == "reranker":
-                return np.asarray(output.logits, np.float32)
+                return np.asarray(self._scores(output.logits), np.float32)
             hidden = output.last_hidden_state
             return np.stack([self._embed(hidden[row, : len(own)]) for row, own in enumerate(sequences)])
+
+    def _scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Take [sequences, labels], or of a causal model, [sequences, sequences, V] behind each one's last token."""
+        if not self._predicts:
+            return logits
+        answers = self._encoding.answers
+        assert answers is not None
+        last = logits.diagonal(dim1=0, dim2=1).T  # [sequences, V]
+        return last[:, answers.yes : answers.yes + 1] - last[:, answers.no : answers.no + 1]
 
     def _embed(self, hidden: torch.Tensor) -> NDArray[np.float32]:
         """Pool the hidden states [length, H] of a sequence, and compute what stands behind that."""
