@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PairTemplate:
-    """What stands before the query, between it and the text, and behind that; control tokens are parsed in all three."""
+    """What stands before a query, between it and its text, and behind that; in all three control tokens are parsed."""
 
     before: str
     between: str

@@ -39,8 +39,8 @@ QWEN3 = "qwen3"
 RERANKERS = {
     QWEN3: PairTemplate(
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given a web '
-        "search query, retrieve relevant passages that answer the query\n<Query>: ",
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given a '
+        "web search query, retrieve relevant passages that answer the query\n<Query>: ",
         "\n<Document>: ",
         "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
     )

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
@@ -93,7 +92,7 @@ class Frontend:
         return made
 
     def trace(self, origin: Origin) -> dict[str, bytes]:
-        """Trace the model of the checkpoint that is opened from `origin`, and return the files of the kept graph, by name.
+        """Trace the model of the checkpoint that `origin` opens, and return the files of the kept graph, by name.
 
         Raises:
             CheckpointError, UnsupportedError: as `llmforge.trace.trace`.

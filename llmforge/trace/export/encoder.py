@@ -92,12 +92,7 @@ class TracedEncoder(nn.Module):
         self.rotary.step.position_ids = position_ids
         self.rotary.step.text_lengths = sequence_starts.long()  # nothing of an encoder reads it
         base = self._hold[0]
-        given: dict[str, Any] = {
-            "input_ids": input_ids,
-            "position_ids": position_ids,
-            "use_cache": False,
-            "use_mems": False,
-        }
+        given: dict[str, Any] = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False}
         given |= {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         taken = inspect.signature(base.forward).parameters
         with self._attention.watching(position_ids), _positions(base, position_ids):

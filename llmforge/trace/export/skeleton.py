@@ -88,7 +88,8 @@ def on_meta(config: PretrainedConfig, attention: str | None, encoding: Encoding 
 def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedModel:
     """Load the whole model of `checkpoint` by transformers, in fp32; local files only, no remote code, no pickle.
 
-    Of one that scores by its answers it is the causal model. Where its weights are stored as codes, the model is transformers', and they are dequantized here.
+    Of one that scores by its answers it is the causal model. Where its weights are stored as codes, the model is
+    transformers', and they are dequantized here.
 
     Raises:
         CheckpointError: transformers misses weights.
