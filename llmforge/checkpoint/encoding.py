@@ -23,16 +23,15 @@ from llmforge.checkpoint.safetensors_file import DAMAGED, read_small
 MODULES = "modules.json"
 TRANSFORMER = "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"
-_POOLINGS = {  # the field of Pooling's configuration, and the mode of llmforge::PoolSequences
+_POOLINGS = {  # the field of Pooling's configuration → the mode of llmforge::PoolSequences; in the order of its output
     "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "last",
 }
-_OTHER_POOLINGS = (
-    "pooling_mode_max_tokens",
-    "pooling_mode_mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens",
-)
+_NAMED = {"mean_sqrt_len_tokens": "mean_sqrt_len", "lasttoken": "last"}  # what newer ones call otherwise
 QWEN3 = "qwen3"
 # Causal models that score pairs: what a pair is written as. Qwen3-Reranker's as its model card has it, with its
 # instruction for searches (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
@@ -84,7 +83,7 @@ class Encoding:
     """What a checkpoint gives for a text."""
 
     kind: Literal["embedder", "reranker"]
-    pooling: Literal["cls", "mean", "last"] = "mean"  # of an embedder
+    pooling: str = "mean"  # of an embedder: modes of llmforge::PoolSequences, one behind the other, with + between
     dense: tuple[Dense, ...] = ()
     normalize: bool = False
     answers: Answers | None = None  # of a causal model that scores a pair: its words for relevant and not
@@ -178,23 +177,24 @@ def _sentence_transformers(folder: Path) -> Encoding:
     )
 
 
-def _pooling(file: Path) -> Literal["cls", "mean", "last"]:
+def _pooling(file: Path) -> str:
     settings = _read(file)
     named = settings.get("pooling_mode")
-    if isinstance(named, str):  # as newer ones write it
-        chosen = [{"cls": "cls", "mean": "mean", "lasttoken": "last"}.get(named, named)]
+    if named is not None:  # as newer ones write it
+        chosen = [_NAMED.get(named, named)] if isinstance(named, str) else []
     else:
-        chosen = [mode for name, mode in _POOLINGS.items() if settings.get(name)]
-        chosen += [name for name in _OTHER_POOLINGS if settings.get(name)]
-    if len(chosen) != 1 or chosen[0] not in _POOLINGS.values():
+        given = {"pooling_mode_mean_tokens": True, **settings}  # sentence-transformers' default
+        chosen = [mode for name, mode in _POOLINGS.items() if given.get(name)]
+    if not chosen or chosen[0] not in _POOLINGS.values():
         raise UnsupportedError(
-            f"{file}: pools by {cut(', '.join(chosen)) or 'nothing'}; compiled are cls, mean, lasttoken"
+            f"{file}: pools by {shown(named) if named is not None else 'nothing'}; compiled are "
+            f"{', '.join(_POOLINGS.values())}"
         )
     if settings.get("include_prompt", True) is not True:
         raise UnsupportedError(
             f"{file}: include_prompt is {shown(settings['include_prompt'])}; prompts are pooled, too"
         )
-    return chosen[0]  # type: ignore[return-value]  # compared above
+    return "+".join(chosen)
 
 
 def _dense(folder: Path, path: str) -> Dense:

@@ -14,7 +14,7 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint, Dense
 from llmforge.runtime.encoder import EncoderConfig
 
-POOLINGS = ("cls", "mean", "last")
+POOLINGS = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "last")
 _ACTIVATIONS = {
     "identity": "Identity",
     "tanh": "Tanh",
@@ -44,7 +44,7 @@ class CheckpointEncoder:
         from llmforge.trace.hooks import internals
 
         folder = checkpoint.path
-        if config.kind == "embedder" and config.pooling not in POOLINGS:
+        if config.kind == "embedder" and set(config.pooling.split("+")) - set(POOLINGS):
             raise UnsupportedError(f"{folder}: pooling {config.pooling!r}; known: {', '.join(POOLINGS)}")
         self.config, self._threads = config, threads
         encoding = checkpoint.encoding
@@ -103,15 +103,26 @@ class CheckpointEncoder:
         """Pool states [B, S, D] of tokens that `mask` [B, S] has, at length 1 where the model says so."""
         import torch
 
-        if self.config.pooling == "mean":
-            weights = mask.unsqueeze(-1).to(states.dtype)
-            pooled = (states * weights).sum(1) / weights.sum(1)
-        else:
-            places = mask.sum(1) - 1 if self.config.pooling == "last" else torch.zeros(len(mask), dtype=torch.int64)
-            pooled = states[torch.arange(len(mask)), places]
+        pooled = torch.cat([_pool(states, mask, mode) for mode in self.config.pooling.split("+")], dim=1)
         for layer in self._dense:
             pooled = layer(pooled)
         return torch.nn.functional.normalize(pooled, dim=1) if self.config.normalize else pooled
+
+
+def _pool(states: Any, mask: Any, mode: str) -> Any:
+    """Pool states [B, S, D] in one of `POOLINGS`: [B, D]."""
+    import torch
+
+    if mode in ("cls", "last"):
+        places = mask.sum(1) - 1 if mode == "last" else torch.zeros(len(mask), dtype=torch.int64)
+        return states[torch.arange(len(mask)), places]
+    if mode == "max":
+        return states.masked_fill(mask.unsqueeze(-1) == 0, -torch.inf).amax(1)
+    weights = mask.unsqueeze(-1).to(states.dtype)
+    if mode == "weightedmean":
+        weights = weights * torch.arange(1, mask.shape[1] + 1).unsqueeze(-1)
+    counted = weights.sum(1)
+    return (states * weights).sum(1) / (counted.sqrt() if mode == "mean_sqrt_len" else counted)
 
 
 def _layer(folder: Path, dense: Dense) -> Any:

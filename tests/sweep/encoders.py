@@ -81,6 +81,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "esmc": {"vocab_size": shrink.VOCABULARY, "num_key_value_heads": 4, "head_dim": 16},  # keys of every head
     "funnel": {"block_sizes": [2, 2], "block_repeats": [1, 1], "architectures": ["FunnelModel"]},  # not its base
     "layoutlmv3": {"coordinate_size": 10, "shape_size": 12},  # four and two of them are the hidden size
+    **{each: {"decoder_start_token_id": 0} for each in ("mt5", "t5", "umt5")},  # as in published checkpoints
     "lilt": {"hidden_size": 96},  # six coordinates share it
 }
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint import Checkpoint, Encoding
 from llmforge.trace.export import reference, skeleton
 from llmforge.trace.export.encoder import ACTIVATIONS
@@ -30,8 +31,9 @@ class EncoderReference:
         with internals.third_party("loading the model"):
             self._model = skeleton.load(checkpoint, reference.EAGER)
         self._encoding = encoding
+        loaded: Any = self._model
         # Where its weights are stored as codes, the model is the classifier that it is traced as.
-        self._predicts = encoding.answers is not None and self._model.get_output_embeddings() is not None
+        self._predicts = encoding.answers is not None and loaded.get_output_embeddings() is not None
         self.padding: int | None = getattr(checkpoint.config.get_text_config(), "pad_token_id", None)
 
     def run(
@@ -75,15 +77,30 @@ class EncoderReference:
 
     def _embed(self, hidden: torch.Tensor) -> NDArray[np.float32]:
         """Pool the hidden states [length, H] of a sequence, and compute what stands behind that."""
-        match self._encoding.pooling:
-            case "mean":
-                x = hidden.double().mean(0).float()
-            case "cls":
-                x = hidden[0]
-            case "last":
-                x = hidden[-1]
+        x = torch.cat([_pooled(hidden, mode) for mode in self._encoding.pooling.split("+")])
         for layer in self._encoding.dense:
             module: Any = self._model.get_submodule(layer.folder)
             x = ACTIVATIONS[layer.activation](module["linear"](x))
         normalized = torch.nn.functional.normalize(x, dim=-1) if self._encoding.normalize else x
         return np.asarray(normalized, np.float32)
+
+
+def _pooled(hidden: torch.Tensor, mode: str) -> torch.Tensor:
+    """Make one row of the tokens [length, H] of a sequence, as sentence-transformers defines `mode`."""
+    exact, count = hidden.double(), len(hidden)
+    match mode:
+        case "cls":
+            return hidden[0]
+        case "last":
+            return hidden[-1]
+        case "max":
+            return hidden.amax(0)
+        case "mean":
+            return exact.mean(0).float()
+        case "mean_sqrt_len":
+            return (exact.sum(0) / count**0.5).float()
+        case "weightedmean":
+            weights = torch.arange(1, count + 1, dtype=torch.float64)[:, None]
+            weighted: torch.Tensor = (exact * weights).sum(0) / weights.sum()
+            return weighted.float()
+    raise UnsupportedError(f"pooling {mode!r} is unknown")
