@@ -52,7 +52,7 @@ _HINT = "give a recipe, a YAML file; `llmforge init CHECKPOINT` writes one"
 class Recipe(Section):
     """A validated recipe; its paths are absolute."""
 
-    newer: ClassVar[frozenset[str]] = frozenset({"adapters", "revision", "chat_template", "tool_prompt"})
+    newer: ClassVar[frozenset[str]] = frozenset({"adapters", "revision", "chat_template", "tool_prompt", "reranker"})
 
     schema_version: Literal[1] = Field(alias="schema", description="version of this format")
     name: str = Field(pattern=NAME, description="name of the artifact and its folder")

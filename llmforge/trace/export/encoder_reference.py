@@ -6,6 +6,7 @@ Pooling, Dense layers and normalization are computed here anew, by their definit
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ def _pooled(hidden: torch.Tensor, mode: str) -> torch.Tensor:
         case "mean":
             return exact.mean(0).float()
         case "mean_sqrt_len":
-            return (exact.sum(0) / count**0.5).float()
+            return (exact.sum(0) / math.sqrt(count)).float()
         case "weightedmean":
             weights = torch.arange(1, count + 1, dtype=torch.float64)[:, None]
             weighted: torch.Tensor = (exact * weights).sum(0) / weights.sum()
