@@ -79,10 +79,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "emb_layer_norm_before": False,
     },
     "esmc": {"vocab_size": shrink.VOCABULARY, "num_key_value_heads": 4, "head_dim": 16},  # keys of every head
+    "emu3": {"vocabulary_map": {"<image>": 4, "<|visual token 000000|>": 5, "<|extra_200|>": 6}},
     "funnel": {"block_sizes": [2, 2], "block_repeats": [1, 1], "architectures": ["FunnelModel"]},  # not its base
     "layoutlmv3": {"coordinate_size": 10, "shape_size": 12},  # four and two of them are the hidden size
     **{each: {"decoder_start_token_id": 0} for each in ("mt5", "t5", "umt5")},  # as in published checkpoints
     "lilt": {"hidden_size": 96},  # six coordinates share it
+    "mpnet": {"pad_token_id": 1, "bos_token_id": 0},  # its code takes token 1 for padding, whatever this says
 }
 
 
@@ -222,6 +224,8 @@ def _run(model: Any, role: str, texts: Sequence[NDArray[np.int64]]) -> NDArray[n
     output = model(input_ids=ids, attention_mask=mask, **decoded)
     if role == RERANKER:
         return output.logits.double().numpy()
+    if not hasattr(output, "last_hidden_state"):
+        raise ReferenceFails(f"AutoModel makes it a {type(model).__name__}, which gives no hidden states")
     hidden, mask = output.last_hidden_state.double(), mask[..., None].double()
     return ((hidden * mask).sum(1) / mask.sum(1)).numpy()
 

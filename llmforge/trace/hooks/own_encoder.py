@@ -155,7 +155,10 @@ class _SideBySide(TorchFunctionMode):
         return [axis for axis, each in enumerate(given) if self._is_cut(each) and type(table.shape[axis]) is int]
 
     def _is_cut(self, of: slice) -> bool:
-        return of.start in (None, 0) and of.step in (None, 1) and of.stop is not None and _same(of.stop, self._tokens)
+        """Say whether a slice takes as many as there are tokens, from the first on; others may be told by tensors."""
+        begins = of.start is None or (type(of.start) is int and of.start == 0)
+        by_one = of.step is None or (type(of.step) is int and of.step == 1)
+        return begins and by_one and isinstance(of.stop, int | torch.SymInt) and _same(of.stop, self._tokens)
 
     def _is_mask(self, x: Tensor) -> bool:
         """Say whether a cumulative sum of x [1, T], 1 for each token that is no padding, counts tokens."""
