@@ -46,6 +46,7 @@ def encoder(model: ir.Model, encoding: Encoding, max_context: int) -> EncoderCon
         0 if embeds else graph.width(output),
         encoding.prompts,
         encoding.default_prompt,
+        template=encoding.template,
         token_types=any(value.name == interface.TOKEN_TYPE_IDS for value in model.graph.inputs),
         packed=any(cpu.CpuEncoderAttention.all(model)),
     )

@@ -113,7 +113,7 @@ class Crew:
             EnvironmentLacks: all were lost.
         """
         crew, own = cls(list(workers)), (checkpoint.digest, code(), processor())
-        answers = [worker.ask("enter", *checkpoint.opened_from, windows) for worker in workers]
+        answers = [worker.ask("enter", *checkpoint.opened_from[:2], windows) for worker in workers]
         for worker, answer in zip(workers, answers, strict=True):
             try:
                 found = answer()

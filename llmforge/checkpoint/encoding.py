@@ -15,22 +15,35 @@ from typing import Any, Literal
 
 from llmforge.base import small_file
 from llmforge.base.errors import CheckpointError, UnsupportedError
+from llmforge.base.pair_template import PairTemplate
 from llmforge.base.wording import cut, shown
+from llmforge.checkpoint import tokenizer_files
 from llmforge.checkpoint.safetensors_file import DAMAGED, read_small
 
 MODULES = "modules.json"
 TRANSFORMER = "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"
-_POOLINGS = {  # the field of Pooling's configuration, and the mode of llmforge::PoolSequences
+_POOLINGS = {  # the field of Pooling's configuration → the mode of llmforge::PoolSequences; in the order of its output
     "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "last",
 }
-_OTHER_POOLINGS = (
-    "pooling_mode_max_tokens",
-    "pooling_mode_mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens",
-)
+_NAMED = {"mean_sqrt_len_tokens": "mean_sqrt_len", "lasttoken": "last"}  # what newer ones call otherwise
+QWEN3 = "qwen3"
+# Causal models that score pairs: what a pair is written as. Qwen3-Reranker's as its model card has it, with its
+# instruction for searches (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
+RERANKERS = {
+    QWEN3: PairTemplate(
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: Given a '
+        "web search query, retrieve relevant passages that answer the query\n<Query>: ",
+        "\n<Document>: ",
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+    )
+}
 ACTIVATIONS = {
     "torch.nn.modules.linear.Identity": "identity",
     "torch.nn.modules.activation.Tanh": "tanh",
@@ -58,13 +71,23 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class Answers:
+    """Tokens whose logits behind a pair are its score: that of `yes`, less that of `no`."""
+
+    yes: int
+    no: int
+
+
+@dataclass(frozen=True)
 class Encoding:
     """What a checkpoint gives for a text."""
 
     kind: Literal["embedder", "reranker"]
-    pooling: Literal["cls", "mean", "last"] = "mean"  # of an embedder
+    pooling: str = "mean"  # of an embedder: modes of llmforge::PoolSequences, one behind the other, with + between
     dense: tuple[Dense, ...] = ()
     normalize: bool = False
+    answers: Answers | None = None  # of a causal model that scores a pair: its words for relevant and not
+    template: PairTemplate | None = None  # of its pairs; None: two texts, as its tokenizer joins them
     max_tokens: int | None = None  # of a text, as sentence-transformers cuts it; None: as long as the model allows
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
@@ -76,13 +99,17 @@ class Encoding:
         return "an embedder" if self.kind == "embedder" else "a reranker"
 
 
-def encoding_of(folder: Path, settings: Mapping[str, Any]) -> Encoding | None:
+def encoding_of(folder: Path, settings: Mapping[str, Any], reranker: str | None = None) -> Encoding | None:
     """Read what the checkpoint in `folder` gives, whose `config.json` has `settings`; None: it is a language model.
+
+    `reranker` names one of `RERANKERS`, as which a causal model scores; None: as its files say.
 
     Raises:
         CheckpointError: a file cannot be read.
-        UnsupportedError: a module is of a kind that is not compiled.
+        UnsupportedError: a module is of a kind that is not compiled, or no causal model is there for `reranker`.
     """
+    if reranker is not None or settings.get("is_original_qwen3_reranker") is True:  # vLLM's key of a configuration
+        return _by_answers(folder, settings, RERANKERS[reranker or QWEN3])
     if (folder / MODULES).is_file():
         return _sentence_transformers(folder)
     names = settings.get("architectures")
@@ -91,6 +118,28 @@ def encoding_of(folder: Path, settings: Mapping[str, Any]) -> Encoding | None:
         return Encoding("reranker", "cls")
     headless = name.endswith(("Model", "Encoder")) and not name.endswith(("LMHeadModel", "DoubleHeadsModel"))
     return Encoding("embedder") if headless or name.endswith(("ForMaskedLM", "ForPreTraining")) else None
+
+
+def _by_answers(folder: Path, settings: Mapping[str, Any], template: PairTemplate) -> Encoding:
+    """Let a causal model score pairs by its words for yes and no.
+
+    Raises:
+        CheckpointError: its tokenizer has no such token.
+        UnsupportedError: it is no causal model.
+    """
+    names = settings.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
+    if not name.endswith(("ForCausalLM", "ForSequenceClassification")) or (folder / MODULES).is_file():
+        raise UnsupportedError(
+            f"{folder}: {MODULES if (folder / MODULES).is_file() else cut(name) or 'no class'}; only a causal language "
+            "model (…ForCausalLM) answers with yes or no",
+            hint="leave `reranker` out: what this checkpoint gives is told by its files",
+        )
+    tokenizer = tokenizer_files.load(folder)
+    yes, no = (tokenizer.token_to_id(word) for word in ("yes", "no"))
+    if yes is None or no is None:
+        raise CheckpointError(f"{folder}: its tokenizer has no tokens 'yes' and 'no', which score a pair")
+    return Encoding("reranker", "last", answers=Answers(yes, no), template=template)
 
 
 def _sentence_transformers(folder: Path) -> Encoding:
@@ -128,23 +177,24 @@ def _sentence_transformers(folder: Path) -> Encoding:
     )
 
 
-def _pooling(file: Path) -> Literal["cls", "mean", "last"]:
+def _pooling(file: Path) -> str:
     settings = _read(file)
     named = settings.get("pooling_mode")
-    if isinstance(named, str):  # as newer ones write it
-        chosen = [{"cls": "cls", "mean": "mean", "lasttoken": "last"}.get(named, named)]
+    if named is not None:  # as newer ones write it
+        chosen = [_NAMED.get(named, named)] if isinstance(named, str) else []
     else:
-        chosen = [mode for name, mode in _POOLINGS.items() if settings.get(name)]
-        chosen += [name for name in _OTHER_POOLINGS if settings.get(name)]
-    if len(chosen) != 1 or chosen[0] not in _POOLINGS.values():
+        given = {"pooling_mode_mean_tokens": True, **settings}  # sentence-transformers' default
+        chosen = [mode for name, mode in _POOLINGS.items() if given.get(name)]
+    if not chosen or chosen[0] not in _POOLINGS.values():
         raise UnsupportedError(
-            f"{file}: pools by {cut(', '.join(chosen)) or 'nothing'}; compiled are cls, mean, lasttoken"
+            f"{file}: pools by {shown(named) if named is not None else 'nothing'}; compiled are "
+            f"{', '.join(_POOLINGS.values())}"
         )
     if settings.get("include_prompt", True) is not True:
         raise UnsupportedError(
             f"{file}: include_prompt is {shown(settings['include_prompt'])}; prompts are pooled, too"
         )
-    return chosen[0]  # type: ignore[return-value]  # compared above
+    return "+".join(chosen)
 
 
 def _dense(folder: Path, path: str) -> Dense:

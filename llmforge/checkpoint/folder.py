@@ -57,6 +57,7 @@ CONFIG_BYTES = 4 << 20  # of config.json, generation_config.json, tokenizer_conf
 MOST_LAYERS = 4096  # the deepest that are known have some hundred
 MOST_OF_A_SIZE = 2**53  # where a configuration means "no limit", it writes such numbers
 DIGEST_FORMAT = b"llmforge checkpoint 1\n"
+Origin = tuple[Path, tuple[AdapterSource, ...], str | None]  # what a checkpoint is opened from
 
 
 @dataclass(frozen=True)
@@ -115,24 +116,27 @@ class Checkpoint:
     notes: tuple[str, ...] = ()  # what is in it and is not taken, a sentence each
     merge: Merge | None = field(default=None, repr=False)  # adapters that are a part of what `tensor` gives
     encoding: Encoding | None = None  # None: a language model, which predicts tokens
+    reranker: str | None = None  # as which a causal model was opened
     _digest: str | None = field(default=None, init=False, repr=False)
     _codes: dict[str, StoredCodes] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def open(cls, path: Path, adapters: Sequence[AdapterSource] = ()) -> Checkpoint:
+    def open(cls, path: Path, adapters: Sequence[AdapterSource] = (), reranker: str | None = None) -> Checkpoint:
         """Open the checkpoint in folder `path`, or in a GGUF file, with `adapters` merged into its tensors.
+
+        `reranker`: see `encoding_of`.
 
         Raises:
             CheckpointError: the folder is not a usable checkpoint, or an adapter is not one of it.
             UnsupportedError: its architecture is unknown, or its weights are quantized in a way that is not taken.
             VersionMismatch: another transformers or torch is installed than this llmforge was proven with.
         """
-        checkpoint = cls.located(path, adapters)
+        checkpoint = cls.located(path, adapters, reranker)
         checkpoint.check_tokens()
         return checkpoint
 
     @classmethod
-    def located(cls, path: Path, adapters: Sequence[AdapterSource] = ()) -> Checkpoint:
+    def located(cls, path: Path, adapters: Sequence[AdapterSource] = (), reranker: str | None = None) -> Checkpoint:
         """Open it as far as that needs no transformers, which takes seconds to import.
 
         Until `check_tokens`, nothing has looked at what is configured.
@@ -147,7 +151,7 @@ class Checkpoint:
         _refuse_remote_code(folder / TOKENIZER_CONFIG, tokenizer_settings)
         files = weight_files(folder)
         stored = read_headers(folder, files)
-        encoding = encoding_of(folder, settings)
+        encoding = encoding_of(folder, settings, reranker)
         if encoding is not None:
             files, stored = _with_dense(folder, encoding, files, stored)
         layout = quantized.layout_of(settings, folder / CONFIG)
@@ -167,6 +171,7 @@ class Checkpoint:
             notes=tuple(grouped.notes),
             merge=Merge.of(adapters, tensors, folder) if adapters else None,
             encoding=encoding,
+            reranker=reranker,
         )
 
     @property
@@ -175,9 +180,10 @@ class Checkpoint:
         return hub.title(self.path)
 
     @property
-    def opened_from(self) -> tuple[Path, tuple[AdapterSource, ...]]:
+    def opened_from(self) -> Origin:
         """What `located` takes to open the same in another process."""
-        return self.path, () if self.merge is None else tuple(adapter.source for adapter in self.merge.adapters)
+        adapters = () if self.merge is None else tuple(adapter.source for adapter in self.merge.adapters)
+        return self.path, adapters, self.reranker
 
     @cached_property
     def config(self) -> PretrainedConfig:

@@ -167,4 +167,4 @@ def _checkpoint(options: EvalOptions) -> Checkpoint:
     if options.checkpoint is not None:
         return Checkpoint.open(options.checkpoint)
     recipe = recipe_of(options.artifact, options.recipe)
-    return Checkpoint.open(recipe.fetched(), recipe.merged)
+    return Checkpoint.open(*recipe.origin())

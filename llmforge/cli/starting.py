@@ -59,6 +59,7 @@ class StartOptions:
     evaluation: Path | None = None
     revision: str | None = None
     like: str | None = None  # a recipe that ships with llmforge
+    reranker: str | None = None  # as which a causal model scores pairs
     force: bool = False
     no_probe: bool = False
 
@@ -118,6 +119,10 @@ class ShippedRecipe(click.ParamType[str]):
 )  # fmt: skip
 @click.option("--evaluation", type=PATH, metavar="FILE.jsonl", help="Evaluation text; must not overlap --calibration.")
 @click.option("--like", type=ShippedRecipe(), metavar="NAME", help="Copy a recipe that ships with llmforge instead.")
+@click.option(
+    "--reranker", type=click.Choice(["qwen3"]),
+    help="Score pairs with a causal model, by its yes and no: qwen3, with Qwen3-Reranker's prompt.",
+)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace the recipe if it exists.")
 @click.option("--no-probe", is_flag=True, help="Do not measure what formats cost this model, nor try the recipe.")
 @click.option("--json", "as_json", is_flag=True, help="Print the path of the recipe as JSON.")
@@ -244,7 +249,7 @@ def _encodes(recipe: Recipe) -> bool:
     from llmforge.checkpoint.encoding import encoding_of
 
     folder = folder_of(recipe.checkpoint)
-    return encoding_of(folder, read_settings(folder)) is not None
+    return encoding_of(folder, read_settings(folder), recipe.reranker) is not None
 
 
 def _run(context: click.Context, command: click.Command, *words: str) -> None:
@@ -290,7 +295,9 @@ def write(checkpoint: Path, asked: StartOptions) -> Path:
     if asked.target:
         given["target"] = _target(asked.target, path)
     settings = read_settings(checkpoint.absolute())  # refused before anything is written
-    if (encoding := encoding_of(checkpoint.absolute(), settings)) is not None:
+    if asked.reranker is not None:
+        given["checkpoint"] += f"\nreranker: {asked.reranker}"
+    if (encoding := encoding_of(checkpoint.absolute(), settings, asked.reranker)) is not None:
         return _write_encoder(encoding, settings, asked, path, {"name": name, **given})
     has_template = find_chat_template(folder_of(checkpoint.absolute())) is not None
     chats = _CHATS if has_template and asked.like is None else ()

@@ -25,7 +25,11 @@ def of_budget(checkpoint: Checkpoint, spec: RetrievalSpec | None, max_context: i
     encoding, limit = checkpoint.encoding, _longest(checkpoint, max_context)
     assert encoding is not None
     if encoding.kind == "reranker":
-        return _cut(checkpoint.tokenizer.encode_batch(_pairs(found)), limit)
+        pairs = _pairs(found)
+        if (template := encoding.template) is not None:
+            written = [template.pair(query, text) for query, text in pairs]
+            return _cut(checkpoint.tokenizer.encode_batch(written, add_special_tokens=False), limit)
+        return _cut(checkpoint.tokenizer.encode_batch(pairs), limit)
     prompt = encoding.prompts.get(encoding.default_prompt or "", "")
     queries = [found.queries[at] for at in spread(len(found.queries), QUERIES)]
     passages = [found.passages[at] for at in spread(len(found.passages), PASSAGES)]

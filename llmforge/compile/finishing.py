@@ -105,7 +105,7 @@ def check_recipe(recipe: Recipe, opened: Artifact) -> None:
             f"{recipe.path}: does not match {opened.path}: {', '.join(different)} differ",
             hint="use the recipe and --set options of the first build, or no recipe to skip measuring",
         )
-    digest = Checkpoint.open(recipe.fetched(), recipe.merged).digest
+    digest = Checkpoint.open(*recipe.origin()).digest
     if digest != opened.manifest.checkpoint:
         raise UsageError(
             f"{recipe.checkpoint}: its digest is {digest}, but the artifact was built from {opened.manifest.checkpoint}"
@@ -119,7 +119,7 @@ def measure(
     if recipe is None:
         missing = "no recipe was given to measure it with"
         return Evidence(None, None, None, engines.why_not_run(target) or missing)
-    checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    checkpoint = Checkpoint.open(*recipe.origin())
     chat_template.choose(recipe, checkpoint)
     asked = Measurement(
         staging,

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
@@ -28,12 +27,10 @@ from llmforge.base.errors import EnvironmentLacks
 
 if TYPE_CHECKING:  # the process is started before this one imports anything else
     from llmforge.checkpoint import Checkpoint
-    from llmforge.checkpoint.adapters import AdapterSource
+    from llmforge.checkpoint.folder import Origin
     from llmforge.recipe import Recipe
     from llmforge.rewrite.pass_base import Pass
     from llmforge.verification.magnified import ReferenceRuns
-
-    Origin = tuple[Path, tuple[AdapterSource, ...]]  # `Checkpoint.opened_from`
 
 _ANSWERED = object()  # in place of an answer: another process has given it
 _START = "import sys; sys.path[:] = {path!r}; from llmforge.compile.frontend import serve; serve()"
@@ -85,33 +82,31 @@ class Frontend:
             self._process.communicate()
             self._process = None
 
-    def configuration(self, folder: Path, adapters: Sequence[AdapterSource] = ()) -> dict[str, Any]:
-        """Return what `Checkpoint.configuration` says, as plain data.
+    def configuration(self, origin: Origin) -> dict[str, Any]:
+        """Return what `Checkpoint.configuration` of `Checkpoint.opened_from` says, as plain data.
 
         Raises:
             CheckpointError, UnsupportedError: as `Checkpoint.open`.
         """
-        made: dict[str, Any] = self._ask("configuration", (folder, tuple(adapters)))
+        made: dict[str, Any] = self._ask("configuration", origin)
         return made
 
-    def trace(self, folder: Path, adapters: Sequence[AdapterSource] = ()) -> dict[str, bytes]:
-        """Trace the model of the checkpoint in `folder`, and return the files of the kept graph, by name.
+    def trace(self, origin: Origin) -> dict[str, bytes]:
+        """Trace the model of the checkpoint that `origin` opens, and return the files of the kept graph, by name.
 
         Raises:
             CheckpointError, UnsupportedError: as `llmforge.trace.trace`.
         """
-        files: dict[str, bytes] = self._ask("trace", (folder, tuple(adapters)))
+        files: dict[str, bytes] = self._ask("trace", origin)
         return files
 
-    def prove(
-        self, folder: Path, files: Mapping[str, bytes], threads: int, adapters: Sequence[AdapterSource] = ()
-    ) -> str:
+    def prove(self, origin: Origin, files: Mapping[str, bytes], threads: int) -> str:
         """Hold a kept graph to transformers, and return a note of what was found.
 
         Raises:
             UnsupportedError, VerificationError: as `llmforge.verification.trace_verifier.verify_trace`.
         """
-        note, self._copy_bytes = self._ask("prove", (folder, tuple(adapters)), dict(files), threads)
+        note, self._copy_bytes = self._ask("prove", origin, dict(files), threads)
         return str(note)
 
     def _ask(self, name: str, *given: object) -> Any:

@@ -82,7 +82,7 @@ def build(recipe: Recipe, folder: Path) -> Head:
     assert spec.checkpoint is not None
     by = recipe if spec.recipe is None else Recipe.load(spec.recipe)
     target, threads = targets.find(recipe.target), recipe.engine.threads or physical_cores()
-    checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    checkpoint = Checkpoint.open(*recipe.origin())
     head = Eagle3Head.open(spec.checkpoint, checkpoint)
     digest = head.checkpoint.verify()  # which refuses numbers that are none
     model = _traced(head, recipe.engine.max_context)

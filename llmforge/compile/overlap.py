@@ -131,7 +131,7 @@ class WeightReader:
         self._stopped.set()
         self._pool.shutdown()
 
-    def begin(self, folder: Path, adapters: Sequence[AdapterSource] = ()) -> Checkpoint:
+    def begin(self, folder: Path, adapters: Sequence[AdapterSource] = (), reranker: str | None = None) -> Checkpoint:
         """Open a checkpoint and begin to read it; what is wrong with the weights is said by `finish`.
 
         Raises:
@@ -139,7 +139,7 @@ class WeightReader:
         """
         from llmforge.checkpoint import Checkpoint
 
-        checkpoint = Checkpoint.located(folder, adapters)
+        checkpoint = Checkpoint.located(folder, adapters, reranker)
         self._running = self._pool.submit(checkpoint.verify, self)
         return checkpoint
 

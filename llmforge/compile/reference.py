@@ -28,7 +28,7 @@ def with_adapter(spec: QualitySpec, checkpoint: Checkpoint, adapter: AdapterSour
     Raises:
         CheckpointError, UnsupportedError: see `Checkpoint.open`.
     """
-    path, merged = checkpoint.opened_from
+    path, merged, _ = checkpoint.opened_from
     return Checkpoint.open(spec.reference or path, (*merged, adapter))
 
 

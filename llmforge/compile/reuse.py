@@ -105,7 +105,7 @@ class Reuse:
             else:
                 progress.stage("Load torch and transformers")
                 if self.frontend is not None:
-                    made = self.frontend.configuration(*checkpoint.opened_from)
+                    made = self.frontend.configuration(checkpoint.opened_from)
                     checkpoint.configuration = _configuration(made)
                 else:
                     with process.unwatched():
@@ -133,7 +133,7 @@ class Reuse:
                 self.stages.append("trace")
                 return found
             if self.frontend is not None:
-                files = self.frontend.trace(*checkpoint.opened_from)
+                files = self.frontend.trace(checkpoint.opened_from)
                 bound = kept_graph.load(files, checkpoint)
                 if bound is None:
                     raise CheckpointError(f"{checkpoint.path}: it changed while it was traced")

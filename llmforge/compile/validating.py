@@ -143,7 +143,7 @@ def _measurement(
     progress: Progress,
 ) -> Measurement:
     """Ask for what the recipe of a published artifact asks for."""
-    checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    checkpoint = Checkpoint.open(*recipe.origin())
     chat_template.choose(recipe, checkpoint)
     folder = opened.path / "engine"
     size_bytes = MeasuredArtifact.of(opened).report.engine.size_bytes
@@ -281,7 +281,7 @@ def decide(
         _runnable(side.opened.path).verify()
         runners.append(load_runner(side.opened.path, threads=threads))
     ours, theirs = _recorded(asked.release, asked.against)
-    checkpoint = Checkpoint.open(recipe.fetched(), recipe.merged)
+    checkpoint = Checkpoint.open(*recipe.origin())
     chat_template.choose(recipe, checkpoint)
     known = {each.document for side in sides for each in _documents(side)}
     pool = [group for group in _further(recipe, checkpoint, more, progress) if group[0].document not in known]

@@ -57,7 +57,7 @@ def rebuilt(
     if built is not None:
         steps = retreats.as_built(steps, built.manifest.recipe)
     with TemporaryDirectory() as folder, reuse.opened(cache, Path(folder), progress) as kept:
-        checkpoint = Checkpoint.located(recipe.fetched(), recipe.merged)
+        checkpoint = Checkpoint.located(*recipe.origin())
         chat_template.choose(recipe, checkpoint)
         kept.configure(checkpoint, progress)
         model = kept.trace(checkpoint, progress)

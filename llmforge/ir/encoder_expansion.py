@@ -2,8 +2,8 @@
 
 `llmforge::EncoderAttention` becomes one Attention over all tokens, under a boolean mask [T, T] that keeps sequences
 apart and is built once for every reach. That takes quadratic memory of all tokens together: such a graph reads one
-sequence at a time (`llmforge.backends.onnxruntime.encoder`). `llmforge::PoolSequences` becomes a Gather, or a product
-with a matrix of means, `llmforge::SequenceSoftmax` a Softmax under the same mask.
+sequence at a time (`llmforge.backends.onnxruntime.encoder`). `llmforge::PoolSequences` becomes a Gather, a
+ScatterND, or a product with a matrix of means, `llmforge::SequenceSoftmax` a Softmax under the same mask.
 """
 
 from __future__ import annotations
@@ -43,11 +43,15 @@ class EncoderExpansion(GraphBuilder):
         """Replace one `llmforge::PoolSequences`: x [1, T, H] → [N, H]."""
         node, starts = pooling.node, pooling.sequence_starts
         x = self._add(node, "Squeeze", [pooling.x, self._constant("axis_0", [0])])
-        if pooling.mode == "mean":
-            y = self._add(node, "MatMul", [self._means(starts, pooling.x.dtype or ir.DataType.FLOAT), x])
-        else:
+        if pooling.mode in ("cls", "last"):
             rows = self._starts(starts) if pooling.mode == "cls" else self._last(starts)
             y = self._add(node, "Gather", [x, rows], {"axis": 0})
+        elif pooling.mode == "max":
+            first = self._add(node, "Gather", [x, self._starts(starts)], {"axis": 0})
+            number = self._first("Unsqueeze", [self._numbers(starts), self._constant("axis_1", [1])])
+            y = self._add(node, "ScatterND", [first, number, x], {"reduction": "max"})
+        else:
+            y = self._add(node, "MatMul", [self._means(pooling.mode, starts, pooling.x.dtype or ir.DataType.FLOAT), x])
         graph.replace_outputs(node, [y])
 
     @shared
@@ -82,21 +86,34 @@ class EncoderExpansion(GraphBuilder):
         return self._first("And", [self._first("GreaterOrEqual", [places, first]), self._first("Less", [places, end])])
 
     @shared
-    def _means(self, starts: ir.Value, dtype: ir.DataType) -> ir.Value:
-        """A row for each sequence, 1 / its length where its tokens are: [N, T]."""
-        ones = self._first("Cast", [self._within(starts)], {"to": int(dtype)})
-        lengths = self._first("Sub", [self._ends(starts), self._starts(starts)])
-        divisor = self._first("Cast", [lengths], {"to": int(dtype)})
-        return self._first("Div", [ones, self._first("Unsqueeze", [divisor, self._constant("axis_1", [1])])])
+    def _means(self, mode: str, starts: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """A row for each sequence, where its tokens are what each counts in the mean: [N, T]."""
+        column = self._constant("axis_1", [1])
+        weights = self._first("Cast", [self._within(starts)], {"to": int(dtype)})
+        if mode == "weightedmean":
+            begin = self._first("Unsqueeze", [self._starts(starts), column])
+            place = self._first("Add", [self._first("Sub", [self._places(), begin]), self._constant("one", 1)])
+            weights = self._first("Mul", [weights, self._first("Cast", [place], {"to": int(dtype)})])
+        divisor = self._first("ReduceSum", [weights, column], {"keepdims": 1})
+        if mode == "mean_sqrt_len":
+            divisor = self._first("Sqrt", [divisor])
+        return self._first("Div", [weights, divisor])
+
+    @shared
+    def _numbers(self, starts: ir.Value) -> ir.Value:
+        """Say of each token of which sequence it is: int64 [T]."""
+        column = self._constant("axis_1", [1])
+        behind = self._first(
+            "GreaterOrEqual", [self._first("Unsqueeze", [self._places(), column]), self._ends(starts)]
+        )  # [T, N]
+        number = self._first("Cast", [behind], {"to": int(ir.DataType.INT64)})
+        return self._first("ReduceSum", [number, column], {"keepdims": 0})
 
     @shared
     def _mask(self, left: int, right: int, starts: ir.Value) -> ir.Value:
         """Say which keys a query sees: bool [T, T]."""
-        ends, column, row = self._ends(starts), self._constant("axis_1", [1]), self._constant("axis_0", [0])
-        places = self._places()
-        behind = self._first("GreaterOrEqual", [self._first("Unsqueeze", [places, column]), ends])  # [T, N]
-        number = self._first("Cast", [behind], {"to": int(ir.DataType.INT64)})
-        number = self._first("ReduceSum", [number, column], {"keepdims": 0})  # [T]
+        column, row = self._constant("axis_1", [1]), self._constant("axis_0", [0])
+        places, number = self._places(), self._numbers(starts)
         of_query, of_key = self._first("Unsqueeze", [number, column]), self._first("Unsqueeze", [number, row])
         seen = self._first("Equal", [of_query, of_key])
         if left >= 0 or right >= 0:

@@ -14,7 +14,7 @@ from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint, Dense
 from llmforge.runtime.encoder import EncoderConfig
 
-POOLINGS = ("cls", "mean", "last")
+POOLINGS = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "last")
 _ACTIVATIONS = {
     "identity": "Identity",
     "tanh": "Tanh",
@@ -44,10 +44,13 @@ class CheckpointEncoder:
         from llmforge.trace.hooks import internals
 
         folder = checkpoint.path
-        if config.kind == "embedder" and config.pooling not in POOLINGS:
+        if config.kind == "embedder" and set(config.pooling.split("+")) - set(POOLINGS):
             raise UnsupportedError(f"{folder}: pooling {config.pooling!r}; known: {', '.join(POOLINGS)}")
         self.config, self._threads = config, threads
+        encoding = checkpoint.encoding
+        self._answers = None if encoding is None else encoding.answers
         kind = "AutoModel" if config.kind == "embedder" else "AutoModelForSequenceClassification"
+        kind = kind if self._answers is None else "AutoModelForCausalLM"
         given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
         try:
             # A table of what is missing is no news of a pooler, and an error below of all else.
@@ -62,7 +65,6 @@ class CheckpointEncoder:
         if missing:
             raise CheckpointError(f"{folder}: weights are missing: {', '.join(sorted(missing)[:3])}")
         self._model: Any = loaded.eval()
-        encoding = checkpoint.encoding
         self._dense = [] if encoding is None else [_layer(folder, each) for each in encoding.dense]
         self.description = (
             f"transformers {transformers.__version__}, torch {torch.__version__}, fp32 arithmetic on the stored "
@@ -88,6 +90,10 @@ class CheckpointEncoder:
         if token_types is not None:
             inputs["token_type_ids"] = types
         with torch.inference_mode(), internals.torch_threads(self._threads):
+            if self._answers is not None:
+                logits = self._model(**inputs, logits_to_keep=mask.sum(1) - 1).logits.diagonal(dim1=0, dim2=1)
+                made = (logits[self._answers.yes] - logits[self._answers.no])[:, None]
+                return np.asarray(made.float(), np.float32)
             output = self._model(**inputs)
             made = output.logits if self.config.kind == "reranker" else self._pooled(output.last_hidden_state, mask)
         result: NDArray[np.float32] = made.float().numpy()
@@ -97,15 +103,26 @@ class CheckpointEncoder:
         """Pool states [B, S, D] of tokens that `mask` [B, S] has, at length 1 where the model says so."""
         import torch
 
-        if self.config.pooling == "mean":
-            weights = mask.unsqueeze(-1).to(states.dtype)
-            pooled = (states * weights).sum(1) / weights.sum(1)
-        else:
-            places = mask.sum(1) - 1 if self.config.pooling == "last" else torch.zeros(len(mask), dtype=torch.int64)
-            pooled = states[torch.arange(len(mask)), places]
+        pooled = torch.cat([_pool(states, mask, mode) for mode in self.config.pooling.split("+")], dim=1)
         for layer in self._dense:
             pooled = layer(pooled)
         return torch.nn.functional.normalize(pooled, dim=1) if self.config.normalize else pooled
+
+
+def _pool(states: Any, mask: Any, mode: str) -> Any:
+    """Pool states [B, S, D] in one of `POOLINGS`: [B, D]."""
+    import torch
+
+    if mode in ("cls", "last"):
+        places = mask.sum(1) - 1 if mode == "last" else torch.zeros(len(mask), dtype=torch.int64)
+        return states[torch.arange(len(mask)), places]
+    if mode == "max":
+        return states.masked_fill(mask.unsqueeze(-1) == 0, -torch.inf).amax(1)
+    weights = mask.unsqueeze(-1).to(states.dtype)
+    if mode == "weightedmean":
+        weights = weights * torch.arange(1, mask.shape[1] + 1).unsqueeze(-1)
+    counted = weights.sum(1)
+    return (states * weights).sum(1) / (counted.sqrt() if mode == "mean_sqrt_len" else counted)
 
 
 def _layer(folder: Path, dense: Dense) -> Any:

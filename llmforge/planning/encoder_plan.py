@@ -105,7 +105,7 @@ def encoding_at(what: Path) -> tuple[Path, Recipe | None, Encoding | None]:
     recipe = Recipe.load(what) if targets.is_file(what.name) else None
     folder = what if recipe is None else recipe.checkpoint
     folder = folder_of((folder.parent if folder.name == CONFIG else folder).absolute())
-    return folder, recipe, encoding_of(folder, read_settings(folder))
+    return folder, recipe, encoding_of(folder, read_settings(folder), None if recipe is None else recipe.reranker)
 
 
 def answer(

@@ -40,7 +40,7 @@ def _lines(encoding: Encoding, settings: Mapping[str, Any], target: Target, give
     yield f"checkpoint: {given['checkpoint']}"
     yield f"target: {given['target']}  # see `llmforge targets`"
     yield f"engine: {{backend: onnxruntime, max_context: {_context(encoding, settings)}, max_batch: 8}}"
-    if encoding.kind == "reranker" and _labels(settings) != 1:  # a classifier: it puts nothing in order
+    if encoding.kind == "reranker" and _labels(encoding, settings) != 1:  # a classifier: it puts nothing in order
         yield "passes: []  # fp32: nothing measures what int8 would cost a classifier"
         return
     yield from _passes(target)
@@ -78,7 +78,9 @@ def _context(encoding: Encoding, settings: Mapping[str, Any]) -> int:
     return min(encoding.max_tokens or CONTEXT, made_for, CONTEXT)
 
 
-def _labels(settings: Mapping[str, Any]) -> int:
+def _labels(encoding: Encoding, settings: Mapping[str, Any]) -> int:
     """Count what a classifier tells apart; transformers' default are two."""
+    if encoding.answers is not None:
+        return 1
     names = settings.get("id2label")
     return len(names) if isinstance(names, dict) else int(settings.get("num_labels", 2))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, ValidationError, model_validator
 
@@ -43,13 +43,16 @@ from llmforge.recipe.validation import ValidationSpec
 from llmforge.rewrite import options, pass_base
 from llmforge.rewrite.pass_base import Numerics, Pass
 
+if TYPE_CHECKING:
+    from llmforge.checkpoint.folder import Origin
+
 _HINT = "give a recipe, a YAML file; `llmforge init CHECKPOINT` writes one"
 
 
 class Recipe(Section):
     """A validated recipe; its paths are absolute."""
 
-    newer: ClassVar[frozenset[str]] = frozenset({"adapters", "revision", "chat_template", "tool_prompt"})
+    newer: ClassVar[frozenset[str]] = frozenset({"adapters", "revision", "chat_template", "tool_prompt", "reranker"})
 
     schema_version: Literal[1] = Field(alias="schema", description="version of this format")
     name: str = Field(pattern=NAME, description="name of the artifact and its folder")
@@ -58,6 +61,10 @@ class Recipe(Section):
     )
     revision: str | None = Field(
         default=None, description="branch, tag or commit of a checkpoint on the Hub; default: main"
+    )
+    reranker: Literal["qwen3"] | None = Field(
+        default=None,
+        description="score pairs with a causal model, by its yes and no: qwen3, with Qwen3-Reranker's prompt",
     )
     chat_template: RecipePath | None = Field(
         default=None, description="file of a Jinja template, relative to the recipe; default: the checkpoint's own"
@@ -194,6 +201,14 @@ class Recipe(Section):
     def merged(self) -> tuple[AdapterSource, ...]:
         """The adapters that are merged into the checkpoint, in order."""
         return tuple(each.source for each in self.adapters if each.mode == "merged")
+
+    def origin(self) -> Origin:
+        """Return what the checkpoint is opened from, with its weights.
+
+        Raises:
+            CheckpointError, EnvironmentLacks: as `fetched`.
+        """
+        return self.fetched(), self.merged, self.reranker
 
     @property
     def apart(self) -> tuple[AdapterSource, ...]:

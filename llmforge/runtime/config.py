@@ -191,6 +191,8 @@ class RuntimeConfig:
         """Write the file's text: sorted keys, one trailing newline; of what is rare, what there is."""
         plain = dataclasses.asdict(self)
         plain = {name: value for name, value in plain.items() if name not in _RARE or value != _RARE[name]}
+        if self.encoder is not None and self.encoder.template is None:
+            del plain["encoder"]["template"]
         return json.dumps(plain, indent=2, sort_keys=True) + "\n"
 
     @classmethod
@@ -216,6 +218,8 @@ class RuntimeConfig:
             )
         if isinstance(data, dict):
             data = {**_RARE, "adapters": [], **data}
+            if isinstance(data["encoder"], dict):
+                data["encoder"] = {"template": None, **data["encoder"]}
             _require_plugin(data, str(path))
         config = strict_json.read(cls, data, str(path))
         config._check_parts(str(path))

@@ -9,6 +9,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from llmforge.base.pair_template import PairTemplate
+
 
 @dataclass(frozen=True)
 class EncoderConfig:
@@ -23,6 +25,7 @@ class EncoderConfig:
     prompts: Mapping[str, str] = field(default_factory=dict)  # what texts begin with, by the name of a prompt
     default_prompt: str | None = None
     token_types: bool = False  # whether the graph reads which of two texts a token is of
+    template: PairTemplate | None = None  # what a pair is written as; null: two texts, as the tokenizer joins them
     packed: bool = True  # whether its attention takes no memory for pairs of tokens: sequences run side by side
 
     @property

@@ -13,6 +13,7 @@ from tokenizers import Encoding, Tokenizer
 
 from llmforge.backends.loading import open_encoder
 from llmforge.base.errors import UsageError
+from llmforge.base.pair_template import PairTemplate
 from llmforge.runtime.config import FILE, RuntimeConfig
 from llmforge.runtime.encoder import EncoderConfig, EncoderSession
 from llmforge.serving.prompts import LEAST_PROMPT_BYTES, check_unicode, read_tokenizer
@@ -121,6 +122,8 @@ class EncoderRunner:
         whole = [(query, self._cut(text, f"text {at}", truncate)) for at, (query, text) in enumerate(pairs)]
         for at, (query, _) in enumerate(whole):
             self._cut(query, f"query {at}", truncate=False)
+        if self.config.template is not None:
+            return self._written(self.config.template, whole, pairs, truncate, most_text_tokens)
         found: list[Encoding] = self.tokenizer.encode_batch(whole)
         made = []
         for at, encoding in enumerate(found):
@@ -133,6 +136,45 @@ class EncoderRunner:
             made.append(
                 self._input(encoding, f"text {at}", truncated=over > 0 or len(whole[at][1]) < len(pairs[at][1]))
             )
+        return made
+
+    def _written(
+        self,
+        template: PairTemplate,
+        pairs: Sequence[tuple[str, str]],
+        given: Sequence[tuple[str, str]],
+        truncate: bool,
+        most_text_tokens: int | None,
+    ) -> list[EncoderInput]:
+        """Tokenize pairs as `template` writes them; what is too long of a text is cut in front of what is behind it.
+
+        `pairs` are those `given`, whose texts may have been cut before.
+        """
+        most = self.config.max_tokens
+        written = [template.pair(query, text) for query, text in pairs]
+        found: list[Encoding] = self.tokenizer.encode_batch(written, add_special_tokens=False)
+        behind: Encoding = self.tokenizer.encode(template.behind, add_special_tokens=False)
+        made = []
+        for at, (encoding, (query, text)) in enumerate(zip(found, pairs, strict=True)):
+            ids, cut = encoding.ids, len(text) < len(given[at][1])
+            if len(ids) > most:
+                self._check_length(len(ids), f"text {at} with its query", truncate)
+            if len(ids) > most or most_text_tokens is not None:
+                head: Encoding = self.tokenizer.encode(template.head(query), add_special_tokens=False)
+                if most - len(behind.ids) - len(head.ids) < 1:
+                    raise UsageError(
+                        f"the query has, with the prompt of the model, {len(head.ids) + len(behind.ids):,} tokens, and "
+                        f"leaves none of {most:,} for texts",
+                        hint="shorten the query",
+                    )
+                # A space at the end of the head may become a part of the text's first word: lengths differ by one then.
+                body: Encoding = self.tokenizer.encode(template.head(query) + text, add_special_tokens=False)
+                room = most - len(behind.ids)
+                if most_text_tokens is not None:
+                    room = min(room, len(head.ids) + most_text_tokens)
+                if len(body.ids) > room:
+                    ids, cut = [*body.ids[:room], *behind.ids], True
+            made.append(EncoderInput(np.array(ids, np.int64), np.zeros(len(ids), np.int64), truncated=cut))
         return made
 
     def tokens(self, ids: Sequence[int], what: str) -> EncoderInput:

@@ -65,6 +65,7 @@ def verify(checkpoint: Checkpoint, model: ir.Model, *, threads: int = 1) -> Enco
         _SEED,
         [] if original.padding is None else [original.padding],
     )
+    runs += _of_special_tokens(checkpoint, original.padding, encoder_runs.interface_limit(model))
     graph = encoder_runs.open_graph(model, encoding, threads, probe.InitializerArrays())
     typed, largest = graph.config.token_types, 0.0
     for run in runs:
@@ -78,6 +79,18 @@ def verify(checkpoint: Checkpoint, model: ir.Model, *, threads: int = 1) -> Enco
     longest = max(len(ids) for each in runs for ids in each.sequences)
     count = sum(len(each.sequences) for each in (*runs, run))
     return EncoderProof(count, longest, largest, time.perf_counter() - began)
+
+
+def _of_special_tokens(checkpoint: Checkpoint, padding: int | None, most: int) -> list[EncoderRun]:
+    """Make texts that have tokens which the configuration names, beside one that has none: a model may count them."""
+    named = checkpoint.config.get_text_config().to_dict()
+    ids = {each for name, each in named.items() if name.endswith("_token_id") and type(each) is int}
+    found = sorted(each for each in ids - {padding} if 0 <= each < checkpoint.geometry.vocabulary)[: most // 2]
+    if not found:
+        return []
+    others = [each for each in range(checkpoint.geometry.vocabulary) if each not in ids][: len(found) + 2]
+    texts = tuple(np.array(each, np.int64) for each in ([*found, *others][:most], others[:most]))
+    return [EncoderRun("texts with special tokens", texts, tuple(np.zeros_like(each) for each in texts))]
 
 
 def _shortened(run: EncoderRun) -> EncoderRun:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tokenizers import Tokenizer
 
 from llmforge import recipes, targets
 from llmforge.base import extras
-from llmforge.base.errors import UnsupportedError
+from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.calibration import probe
 from llmforge.checkpoint import documents
 from llmforge.cli import cli, planning, starting
@@ -62,6 +63,24 @@ def test_embedders_and_rerankers_get_recipes_of_their_own(home: Path) -> None:
     assert "compiled for CPUs" in refused.stderr
     assert invoke("init", SAMPLE.parent / "docs-embedder-1m", "--engine", "gguf", "-o", "g.yaml").exit_code == 2
     assert not list(home.glob("[lg]*.yaml"))
+
+
+def test_a_causal_model_becomes_a_reranker_where_that_is_asked_for(home: Path) -> None:
+    folder = shutil.copytree(SAMPLE, home / "answers")
+    refused = invoke("init", folder, "--reranker", "qwen3")
+    assert refused.exit_code == CheckpointError.exit_code
+    assert "its tokenizer has no tokens 'yes' and 'no'" in refused.stderr
+    assert not list(home.glob("*.yaml"))
+    added = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    added.add_tokens(["yes", "no"])
+    added.save(str(folder / "tokenizer.json"))
+    assert invoke("init", folder, "--reranker", "qwen3").exit_code == 0
+    found = Recipe.load(home / "answers.yaml")
+    assert found.reranker == "qwen3"
+    assert set(found.gates) == {"retrieval.spearman", "retrieval.ndcg_10"}
+    embedder = invoke("init", SAMPLE.parent / "docs-embedder-1m", "--reranker", "qwen3")
+    assert embedder.exit_code == UnsupportedError.exit_code
+    assert "only a causal language model" in embedder.stderr
 
 
 def test_a_classifier_is_not_held_to_an_order(home: Path) -> None:

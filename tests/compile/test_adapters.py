@@ -83,8 +83,10 @@ def test_a_merged_adapter_is_a_part_of_the_build(recipe: Write, tmp_path: Path, 
 def test_the_process_that_traces_merges_as_well(tmp_path: Path, tiny_checkpoint: Path) -> None:
     source = AdapterSource("style", write_adapter(tmp_path / "style", tiny_checkpoint))
     with Frontend() as frontend:
-        files = frontend.trace(tiny_checkpoint, [source])
-        assert frontend.prove(tiny_checkpoint, files, 1, [source]).startswith("trace: logits match transformers")
+        files = frontend.trace((tiny_checkpoint, (source,), None))
+        assert frontend.prove((tiny_checkpoint, (source,), None), files, 1).startswith(
+            "trace: logits match transformers"
+        )
 
 
 def test_an_adapter_of_another_base_is_refused_before_anything_is_read(

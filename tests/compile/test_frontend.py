@@ -17,6 +17,7 @@ import pytest
 
 from llmforge.base.errors import CheckpointError, EnvironmentLacks, UnsupportedError, VerificationError
 from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.folder import Origin
 from llmforge.compile.frontend import Frontend
 from llmforge.trace import trace
 from llmforge.trace.export import kept_graph
@@ -24,6 +25,10 @@ from llmforge.trace.export import kept_graph
 from ..models.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.thorough
+
+
+def origin(folder: Path) -> Origin:
+    return folder, (), None
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +39,19 @@ def frontend() -> Iterator[Frontend]:
 
 def test_it_reads_traces_and_proves_as_this_process_does(frontend: Frontend, tiny_checkpoint: Path) -> None:
     checkpoint = Checkpoint.open(tiny_checkpoint)
-    assert frontend.configuration(tiny_checkpoint) == asdict(checkpoint.configuration)
-    files = frontend.trace(tiny_checkpoint)
+    assert frontend.configuration(origin(tiny_checkpoint)) == asdict(checkpoint.configuration)
+    files = frontend.trace(origin(tiny_checkpoint))
     assert files == kept_graph.dump(trace(checkpoint))
-    assert frontend.prove(tiny_checkpoint, files, 1).startswith("trace: logits match transformers within")
+    assert frontend.prove(origin(tiny_checkpoint), files, 1).startswith("trace: logits match transformers within")
 
 
 def test_it_proves_the_graph_that_it_is_given(frontend: Frontend, tiny_checkpoint: Path) -> None:
-    files = frontend.trace(tiny_checkpoint)
+    files = frontend.trace(origin(tiny_checkpoint))
     facts = json.loads(files[kept_graph.BINDINGS])
     gate, up = (next(name for name in facts["of"] if f"0.mlp.{part}" in name) for part in ("gate_proj", "up_proj"))
     facts["of"][gate], facts["of"][up] = facts["of"][up], facts["of"][gate]
     with pytest.raises(VerificationError) as raised:
-        frontend.prove(tiny_checkpoint, {**files, kept_graph.BINDINGS: json.dumps(facts).encode()}, 1)
+        frontend.prove(origin(tiny_checkpoint), {**files, kept_graph.BINDINGS: json.dumps(facts).encode()}, 1)
     assert "holds other numbers for parameter model.layers.0.mlp" in raised.value.message
     assert "Traceback" in raised.value.__notes__[0]
 
@@ -59,11 +64,11 @@ def test_an_error_crosses_as_it_is(frontend: Frontend, tmp_path: Path, tiny_chec
     with pytest.raises(UnsupportedError) as here:
         Checkpoint.open(unknown)
     with pytest.raises(UnsupportedError) as there:
-        frontend.configuration(unknown)
+        frontend.configuration(origin(unknown))
     assert (there.value.message, there.value.hint) == (here.value.message, here.value.hint)
     with pytest.raises(CheckpointError, match="no such folder"):
-        frontend.configuration(tmp_path / "nowhere")
-    assert frontend.configuration(tiny_checkpoint)["architecture"] == "LlamaForCausalLM"  # it goes on
+        frontend.configuration(origin(tmp_path / "nowhere"))
+    assert frontend.configuration(origin(tiny_checkpoint))["architecture"] == "LlamaForCausalLM"  # it goes on
 
 
 def test_that_it_was_killed_is_said(tiny_checkpoint: Path) -> None:
@@ -72,7 +77,7 @@ def test_that_it_was_killed_is_said(tiny_checkpoint: Path) -> None:
         assert frontend._process is not None
         frontend._process.send_signal(signal.SIGKILL)
         with pytest.raises(EnvironmentLacks, match="ended by SIGKILL") as raised:
-            frontend.configuration(tiny_checkpoint)
+            frontend.configuration(origin(tiny_checkpoint))
     assert "memory" in str(raised.value.hint)
 
 
@@ -97,11 +102,11 @@ def test_it_ends_with_the_block_and_with_the_process_that_started_it() -> None:
 
 def test_a_copy_of_it_traces_and_that_it_was_killed_is_said(tiny_checkpoint: Path) -> None:
     with Frontend() as frontend:
-        files = frontend.trace(tiny_checkpoint)
-        assert frontend.prove(tiny_checkpoint, files, 1).startswith("trace: logits match transformers within")
+        files = frontend.trace(origin(tiny_checkpoint))
+        assert frontend.prove(origin(tiny_checkpoint), files, 1).startswith("trace: logits match transformers within")
         assert frontend._copy_bytes > 0
     with Frontend() as frontend, ThreadPoolExecutor(1) as pool:
-        frontend.configuration(tiny_checkpoint)
+        frontend.configuration(origin(tiny_checkpoint))
         assert frontend._process is not None
         asked = pool.submit(frontend.trace, tiny_checkpoint)
         waited = time.monotonic() + 60

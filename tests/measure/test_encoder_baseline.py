@@ -49,6 +49,18 @@ def test_one_token_is_pooled(runner: EncoderRunner, pooling: str, place: int) ->
     np.testing.assert_allclose(made, np.stack([state.detach().numpy() for state in states]), atol=1e-5)
 
 
+def test_poolings_of_all_tokens_stand_one_behind_the_other(runner: EncoderRunner) -> None:
+    config = EncoderConfig("embedder", "max+mean_sqrt_len+weightedmean", False, 384, 256, token_types=True)
+    encoder = CheckpointEncoder(Checkpoint.open(SAMPLE), config, threads=1)
+    inputs = runner.texts(TEXTS)
+    made = encoder.encode([each.ids for each in inputs])
+    for each, row in zip(inputs, made, strict=True):
+        states = encoder._model(input_ids=_row(each.ids)).last_hidden_state[0].detach().numpy()
+        weights = np.arange(1, len(states) + 1) / sum(range(1, len(states) + 1))
+        parts = [states.max(0), states.sum(0) / len(states) ** 0.5, weights @ states]
+        np.testing.assert_allclose(row, np.concatenate(parts), atol=1e-5)
+
+
 def _row(ids: np.ndarray) -> object:
     import torch
 
@@ -66,8 +78,8 @@ def test_it_finds_passages_by_queries_that_it_was_not_trained_on(runner: Encoder
 
 
 def test_what_is_missing_or_unknown_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="pooling 'max'; known: cls, mean, last"):
-        CheckpointEncoder(Checkpoint.open(SAMPLE), EncoderConfig("embedder", "max", True, 128, 256), threads=1)
+    with pytest.raises(UnsupportedError, match="pooling 'none'; known: cls, max, mean, mean_sqrt_len"):
+        CheckpointEncoder(Checkpoint.open(SAMPLE), EncoderConfig("embedder", "none", True, 128, 256), threads=1)
     with pytest.raises(CheckpointError, match=r"weights are missing: .*classifier"):
         CheckpointEncoder(Checkpoint.open(SAMPLE), EncoderConfig("reranker", "cls", False, 128, 256), threads=1)
     copy = tmp_path / "copy"

@@ -436,7 +436,7 @@ def test_the_schema_holds_every_key_and_every_option() -> None:
     whole = recipe.json_schema(REGISTRY)
     assert set(whole["properties"]) == {
         "schema", "name", "checkpoint", "target", "engine", "calibration", "passes", "validation", "gates",
-        "serving", "requantize", "adapters", "revision", "chat_template", "tool_prompt",
+        "serving", "requantize", "adapters", "revision", "chat_template", "tool_prompt", "reranker",
     }  # fmt: skip
     assert whole["additionalProperties"] is False
     assert "PassSpec" not in whole["$defs"]

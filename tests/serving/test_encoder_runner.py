@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmforge.base.errors import UsageError
+from llmforge.base.pair_template import PairTemplate
 from llmforge.serving.encoder_runner import EncoderRunner, batches, relevance
 
 from ..fakes.fake_encoder import FakeEncoder, fake_embedder, fake_reranker, word_tokenizer
@@ -128,3 +129,27 @@ def test_token_ids_are_taken_as_they_are() -> None:
 def test_halves_of_characters_are_refused() -> None:
     with pytest.raises(UsageError, match="text 1: character 2 is an unpaired surrogate"):
         fake_embedder().embed(["a", "a \ud800"])
+
+
+def test_pairs_are_written_as_a_template_says_and_texts_alone_are_cut() -> None:
+    template = PairTemplate("the query is ", " and the passage is ", " in the file")
+    runner = fake_reranker(template=template, max_tokens=13)
+    words = runner.tokenizer
+
+    def ids(text: str) -> list[int]:
+        return list(words.encode(text, add_special_tokens=False).ids)
+
+    (fits,) = runner.pairs([("gate", "server token")])
+    written = "the query is gate and the passage is server token in the file"
+    assert (list(fits.ids), fits.truncated) == (ids(written), False)
+    assert not fits.token_types.any()
+    with pytest.raises(UsageError, match="text 0 with its query has 15 tokens; the model reads at most 13"):
+        runner.pairs([("gate", "server token of cache")])
+    (cut,) = runner.pairs([("gate", "server token of cache")], truncate=True)
+    assert (list(cut.ids), cut.truncated) == (list(fits.ids), True)
+    (few,) = runner.pairs([("gate", "server token")], most_text_tokens=1)
+    assert (list(few.ids), few.truncated) == (ids("the query is gate and the passage is server in the file"), True)
+    with pytest.raises(UsageError, match="with the prompt of the model, 13 tokens, and leaves none of 13"):
+        runner.pairs([("gate gate gate", "server")], truncate=True)
+    (long,) = runner.pairs([("gate", "token " * 50_000)], truncate=True)
+    assert (len(long), long.truncated) == (13, True)

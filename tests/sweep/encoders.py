@@ -53,6 +53,7 @@ from .reference import ReferenceFails
 EMBEDDER, RERANKER = "embedder", "reranker"
 LENGTHS = (9, 12, 5, 40, 1, 2, 23)  # of sequences side by side: 40 is longer than every window and original context
 PADDED = (0, 1, 2, 6)  # of them, one batch of transformers
+SHORTEST = {"canine": 4, "funnel": 3}  # tokens, of types whose code pools tokens and ends in an error on fewer
 # Encoders that transformers maps to causal language models, and to none of the others.
 CAUSAL = {"bert-generation", "cpmant", "openai-gpt", "xlnet"}
 # Encoder-decoders whose encoder transformers has alone.
@@ -69,6 +70,21 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "norm_rel_ebd": "layer_norm",
         "position_biased_input": False,
     },
+    "esm": {  # as in published checkpoints; the defaults name no vocabulary
+        "vocab_size": shrink.VOCABULARY,
+        "pad_token_id": 0,
+        "mask_token_id": 4,
+        "position_embedding_type": "rotary",
+        "token_dropout": True,
+        "emb_layer_norm_before": False,
+    },
+    "esmc": {"vocab_size": shrink.VOCABULARY, "num_key_value_heads": 4, "head_dim": 16},  # keys of every head
+    "emu3": {"vocabulary_map": {"<image>": 4, "<|visual token 000000|>": 5, "<|extra_200|>": 6}},
+    "funnel": {"block_sizes": [2, 2], "block_repeats": [1, 1], "architectures": ["FunnelModel"]},  # not its base
+    "layoutlmv3": {"coordinate_size": 10, "shape_size": 12},  # four and two of them are the hidden size
+    **{each: {"decoder_start_token_id": 0} for each in ("mt5", "t5", "umt5")},  # as in published checkpoints
+    "lilt": {"hidden_size": 96},  # six coordinates share it
+    "mpnet": {"pad_token_id": 1, "bos_token_id": 0},  # its code takes token 1 for padding, whatever this says
 }
 
 
@@ -116,6 +132,11 @@ def write(model_type: str, role: str, folder: Path) -> None:
     torch.manual_seed(0)
     settings = shrink.config(model_type, changes=OVERRIDES.get(model_type, {}))
     settings.num_labels = 1
+    text = settings.get_text_config()
+    if getattr(text, "pad_token_id", None) is None:
+        text.pad_token_id = shrink.SPECIAL_IDS["pad_token_id"]  # else classifiers of decoders read one text at a time
+    if role == EMBEDDER and model_type in ENCODERS_ALONE:
+        settings.is_encoder_decoder = False  # as `T5GemmaEncoderModel` demands
     model = auto_class(settings, role).from_config(settings, dtype=torch.float32, attn_implementation="eager")
     shrink.draw(model.eval())
     model.save_pretrained(folder)
@@ -155,7 +176,7 @@ def compare(name: str, folder: Path) -> Outcome:
     encoding = checkpoint.encoding
     assert encoding is not None, "neither an embedder nor a reranker"
     opened = encoder_runs.open_graph(graph, encoding, 1, probe.InitializerArrays())
-    made = opened.encode(_texts(), None)
+    made = opened.encode(_texts(name.partition("@")[0]), None)
     spread = float(np.sqrt(np.mean(np.square(alone, dtype=np.float64))))
     apart = [np.abs(made - alone).max(), np.abs(made[list(PADDED)] - padded).max()]
     outcome.difference = float(max(apart)) / spread if np.isfinite(made).all() else float("inf")
@@ -186,7 +207,7 @@ def reference(folder: Path, role: str, dtype: torch.dtype) -> tuple[NDArray[np.f
         if info[what]:
             raise ReferenceFails(f"transformers does not load what it saved: {what} {sorted(info[what])[:3]}")
     model.eval()
-    texts = _texts()
+    texts = _texts(model.config.model_type)
     alone = np.concatenate([_run(model, role, [text]) for text in texts])
     if not np.isfinite(alone).all() or alone.std() == 0:
         raise ReferenceFails("what it gives is not finite, or all the same")
@@ -199,16 +220,22 @@ def _run(model: Any, role: str, texts: Sequence[NDArray[np.int64]]) -> NDArray[n
     mask = torch.zeros_like(ids)
     for row, text in enumerate(texts):
         ids[row, : len(text)], mask[row, : len(text)] = torch.from_numpy(text), 1
-    output = model(input_ids=ids, attention_mask=mask)
+    decoded = {"decoder_input_ids": ids} if model.config.is_encoder_decoder and role == EMBEDDER else {}
+    output = model(input_ids=ids, attention_mask=mask, **decoded)
     if role == RERANKER:
         return output.logits.double().numpy()
+    if not hasattr(output, "last_hidden_state"):
+        raise ReferenceFails(f"AutoModel makes it a {type(model).__name__}, which gives no hidden states")
     hidden, mask = output.last_hidden_state.double(), mask[..., None].double()
     return ((hidden * mask).sum(1) / mask.sum(1)).numpy()
 
 
-def _texts() -> list[NDArray[np.int64]]:
+def _texts(model_type: str) -> list[NDArray[np.int64]]:
     random = np.random.default_rng(0)
-    return [random.integers(5, 250, length) for length in LENGTHS]
+    texts = [random.integers(5, 250, max(length, SHORTEST.get(model_type, 1))) for length in LENGTHS]
+    for text in texts:
+        text[-1] = shrink.SPECIAL_IDS["eos_token_id"]  # classifiers of encoder-decoders read the token that ends a text
+    return texts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -79,6 +79,7 @@ def with_encoders(document: str, records: Mapping[str, Mapping[str, Any]]) -> st
         "head as an embedder, and with one label as a reranker. Texts of 1 to 40 tokens run side by side; transformers "
         "runs each alone, and some padded. Δ is the largest difference, in root mean squares of what is given.",
         "",
+        *_as_encoders(document, records),
         f"| outcome | {' | '.join(ROLES)} |",
         "|---|---|---|",
         *(f"| {each} | {' | '.join(str(counts[role, each]) for role in ROLES)} |" for each in outcomes),
@@ -92,6 +93,21 @@ def with_encoders(document: str, records: Mapping[str, Mapping[str, Any]]) -> st
         reasons = dict.fromkeys(_escaped(record.get("reason")) for record in own)
         lines.append(f"| {model_type} | {' | '.join(cells)} | {'; '.join(filter(None, reasons))} |")
     return document.partition(f"\n{ENCODERS}\n")[0].rstrip("\n") + "\n\n" + "\n".join(lines) + "\n"
+
+
+def _as_encoders(document: str, records: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Say how many types of the first table of `document` are compiled in one way or another, and which in this one."""
+    above = packaged(document.partition(f"\n{ENCODERS}\n")[0])
+    right = {name.partition("@")[0] for name, record in records.items() if record["outcome"] == "right"}
+    only_here = sorted(right & {name for name, reason in above.items() if reason})
+    if not only_here:
+        return []
+    every = sum(not reason for reason in above.values()) + len(only_here)
+    return [
+        f"Of the types that are refused as causal language models, {len(only_here)} are right here, most of them "
+        f"encoders ({', '.join(only_here)}): {every} of the {len(above)} types are compiled in one way or the other.",
+        "",
+    ]
 
 
 def encoders_of(document: str) -> str:

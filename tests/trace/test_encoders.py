@@ -74,14 +74,16 @@ def checkpoint(folder: Path, kind: str, *, head: str = "embedder", pooling: str 
             for at, (path, kind) in enumerate(zip(paths, kinds, strict=True))
         ]
         write(folder / "modules.json", modules)
-        modes = {"cls": "cls_token", "mean": "mean_tokens", "last": "lasttoken", "max": "max_tokens"}
-        write(folder / "1_Pooling/config.json", {f"pooling_mode_{modes[pooling]}": True})
+        modes = {"cls": "cls_token", "last": "lasttoken"}
+        chosen = {f"pooling_mode_{modes.get(mode, f'{mode}_tokens')}": True for mode in pooling.split("+")}
+        write(folder / "1_Pooling/config.json", {"pooling_mode_mean_tokens": False} | chosen)
         write(folder / "config_sentence_transformers.json", {"prompts": {"query": "w5 "}})
         if dense:
             activation = "torch.nn.modules.activation.Tanh"
-            settings = {"in_features": 32, "out_features": dense, "bias": True, "activation_function": activation}
+            width = 32 * len(chosen)
+            settings = {"in_features": width, "out_features": dense, "bias": True, "activation_function": activation}
             write(folder / "2_Dense/config.json", settings)
-            tensors = {"linear.weight": torch.randn(dense, 32), "linear.bias": torch.randn(dense)}
+            tensors = {"linear.weight": torch.randn(dense, width), "linear.bias": torch.randn(dense)}
             save_file(tensors, folder / "2_Dense/model.safetensors")
     return Checkpoint.open(folder)
 
@@ -114,6 +116,8 @@ def engine_of(opened: Checkpoint, model: ir.Model) -> OnnxEncoder:
         pytest.param("distilbert", "reranker", "cls", 0, marks=pytest.mark.thorough),
         pytest.param("modernbert", "embedder", "mean", 0, marks=pytest.mark.thorough),
         pytest.param("qwen3", "embedder", "last", 0, marks=pytest.mark.thorough),
+        pytest.param("qwen3", "embedder", "weightedmean", 0, marks=pytest.mark.thorough),
+        pytest.param("bert", "embedder", "cls+max+mean+mean_sqrt_len", 8, marks=pytest.mark.thorough),
         # Attention in code of their own, with biases by distance.
         pytest.param("mpnet", "embedder", "mean", 0, marks=pytest.mark.thorough),
         pytest.param("deberta-v2", "reranker", "cls", 0, marks=pytest.mark.thorough),
@@ -172,10 +176,36 @@ def test_another_pooling_or_attention_is_refused(tmp_path: Path) -> None:
         verify_trace(opened, model)
 
 
+@pytest.mark.parametrize(
+    ("settings", "pooling"),
+    [
+        ({"pooling_mode": "mean_sqrt_len_tokens"}, "mean_sqrt_len"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode_cls_token": True}, "cls+mean"),  # as sentence-transformers reads it: its default is the mean
+        (
+            {"pooling_mode_lasttoken": True, "pooling_mode_max_tokens": True, "pooling_mode_mean_tokens": False},
+            "max+last",
+        ),
+    ],
+)
+def test_poolings_are_told_as_sentence_transformers_does(
+    tmp_path: Path, settings: dict[str, Any], pooling: str
+) -> None:
+    opened = checkpoint(tmp_path, "bert")
+    write(tmp_path / "1_Pooling/config.json", settings)
+    assert encoding_of(Checkpoint.open(opened.path)).pooling == pooling
+
+
 @pytest.mark.thorough
 def test_what_is_not_compiled_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="pools by pooling_mode_max_tokens"):
-        checkpoint(tmp_path / "max", "bert", pooling="max")
+    opened = checkpoint(tmp_path / "max", "bert", pooling="max")
+    for wrong, said in (
+        ({"pooling_mode": "whitening"}, '"whitening"'),
+        ({"pooling_mode_mean_tokens": False}, "nothing"),
+    ):
+        write(tmp_path / "max/1_Pooling/config.json", wrong)
+        with pytest.raises(UnsupportedError, match=f"pools by {said}; compiled are cls, max, mean, mean_sqrt_len, "):
+            Checkpoint.open(opened.path)
     late = checkpoint(tmp_path / "eurobert", "eurobert", head="reranker")
     with pytest.raises(UnsupportedError, match="its head reads a sequence by classifier_pooling 'late'"):
         trace.trace(late)
@@ -187,7 +217,7 @@ def test_what_is_not_compiled_is_refused(tmp_path: Path) -> None:
 
 def test_modules_are_in_the_digest(tmp_path: Path) -> None:
     digest = checkpoint(tmp_path, "bert", dense=8).digest
-    write(tmp_path / "1_Pooling/config.json", {"pooling_mode_cls_token": True})
+    write(tmp_path / "1_Pooling/config.json", {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False})
     other = Checkpoint.open(tmp_path)
     assert other.digest != digest
     assert other.encoding == replace(encoding_of(other), pooling="cls")

@@ -15,7 +15,7 @@ def open_checkpoint(state: CompileState) -> None:
     Meanwhile, what a build will want anyway is imported and read: the frontend imports torch, a thread hashes weights.
     """
     recipe = state.recipe
-    checkpoint = state.overlap.weights.begin(recipe.fetched(), recipe.merged)
+    checkpoint = state.overlap.weights.begin(*recipe.origin())
     state.notes += chat_template.choose(recipe, checkpoint)
     # As if they were merged: what is of another base is refused before anything is read.
     state.adapters = Merge.of(recipe.apart, checkpoint.tensors, checkpoint.path).adapters

@@ -103,8 +103,7 @@ def _prove(checkpoint: Checkpoint, traced: ir.Model, threads: int, frontend: Fro
     """Hold the graph `traced` to transformers, in the process that has it, and return a note of what was found."""
     if frontend is None:
         return verify_trace(checkpoint, traced, threads=threads).note()
-    folder, adapters = checkpoint.opened_from
-    return frontend.prove(folder, kept_graph.dump(traced), threads, adapters)
+    return frontend.prove(checkpoint.opened_from, kept_graph.dump(traced), threads)
 
 
 def _notes(state: CompileState, model: ir.Model) -> list[str]:

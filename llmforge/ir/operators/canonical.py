@@ -186,7 +186,7 @@ class LatentAttention(Operator, domain=CANONICAL):
 ATTENTIONS = (Attention, LatentAttention)  # over preallocated caches, each in a window of tokens
 
 
-POOLINGS = ("cls", "mean", "last")  # of PoolSequences
+POOLINGS = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "last")  # of PoolSequences
 
 
 class EncoderAttention(Operator, domain=CANONICAL):
@@ -227,7 +227,11 @@ class EncoderAttention(Operator, domain=CANONICAL):
 
 
 class PoolSequences(Operator, domain=CANONICAL):
-    """One row of each sequence that stands in x [1, T, H], y [sequences, H]: its first or last token, or their mean."""
+    """One row of each sequence that stands in x [1, T, H], y [sequences, H]: its first or last token, or of all.
+
+    Of all, the largest number of each column, their mean, their sum by the root of their count, or their mean with
+    weights 1, 2, 3 … from the first on (arXiv:2202.08904).
+    """
 
     x = Input(FLOATS, 3)
     sequence_starts = Input(I32, 1)

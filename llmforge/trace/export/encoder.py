@@ -116,7 +116,7 @@ class TracedEncoder(nn.Module):
         return pooled
 
     def _embed(self, hidden: Tensor, starts: Tensor) -> Tensor:
-        x = self._pool(hidden, starts, self._encoding.pooling)
+        x = torch.cat([self._pool(hidden, starts, mode) for mode in self._encoding.pooling.split("+")], dim=-1)
         for layer in self._encoding.dense:
             module: Any = self.model.get_submodule(layer.folder)
             x = ACTIVATIONS[layer.activation](module["linear"](x))
@@ -242,6 +242,7 @@ def _traced(checkpoint: Checkpoint, encoding: Encoding, hook: type[EncoderAttent
         internals.registered_experts(experts.NAME, experts.ExpertsHook()),
     ):
         model, mode = skeleton.build(checkpoint.config, attention.NAME, encoding)
+        model.set_experts_implementation(experts.NAME)
         sources = weights.plan(model, checkpoint)
         weights.untie(model, sources)
         languages.settle(model)

@@ -76,6 +76,8 @@ def on_meta(config: PretrainedConfig, attention: str | None, encoding: Encoding 
     """
     make: Callable[..., PreTrainedModel] = _auto_class(encoding, config).from_config  # untyped in transformers
     own = copy.deepcopy(config)  # from_config writes `attention` and the dtype into what it is given
+    if encoding is not None and encoding.answers is not None:
+        own.num_labels = 1
     with _MAKING, internals.parameters_on_meta():
         model = make(own, attn_implementation=attention, dtype=torch.float32)
         _shape_to(model, encoding)
@@ -86,7 +88,8 @@ def on_meta(config: PretrainedConfig, attention: str | None, encoding: Encoding 
 def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedModel:
     """Load the whole model of `checkpoint` by transformers, in fp32; local files only, no remote code, no pickle.
 
-    Where its weights are stored as codes, the model is transformers', and they are dequantized here.
+    Of one that scores by its answers it is the causal model. Where its weights are stored as codes, the model is
+    transformers', and they are dequantized here.
 
     Raises:
         CheckpointError: transformers misses weights.
@@ -98,7 +101,8 @@ def load(checkpoint: Checkpoint, attention: str | None = None) -> PreTrainedMode
         sources = weights.plan(dense, checkpoint)
         stored_matrix.give_weights(dense, checkpoint, sources, without=(), in_memory=True)
         return dense
-    read: Callable[..., Any] = _auto_class(encoding, checkpoint.config).from_pretrained
+    answers = encoding is not None and encoding.answers is not None
+    read: Callable[..., Any] = _auto_class(None if answers else encoding, checkpoint.config).from_pretrained
     with _MAKING, internals.no_progress_bars(), internals.quiet("transformers", logging.ERROR):
         loaded: tuple[PreTrainedModel, Mapping[str, Any]] = read(
             checkpoint.path,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import CheckpointError, UnsupportedError
 from llmforge.checkpoint import Checkpoint
+from llmforge.checkpoint.encoding import Answers
 from llmforge.checkpoint.safetensors_file import TensorEntry
 from llmforge.ir import graph as g
 from llmforge.ir.derived import Stored
@@ -27,6 +28,8 @@ if TYPE_CHECKING:  # a graph that was kept is bound to a checkpoint without torc
     from llmforge.trace.hooks import internals
 
 BINDINGS = "llmforge.bindings"  # key of a model's `meta`, which is not written to files: its `Bindings`
+HEAD = "lm_head.weight"  # transformers' name of the matrix that gives logits, where it is no other
+SCORE = "score.weight"  # and of that of a decoder's classifier
 UNUSED = "llmforge.unused_tensors"  # metadata_props key of a model: JSON list of the checkpoint's tensors without a use
 
 
@@ -83,7 +86,8 @@ def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightPlan:
             names[target] = group.keys[0]
         else:
             sources |= _converted(model, checkpoint, group, shapes)
-    plain = {name: shape for name, shape in shapes.items() if name not in sources}
+    answers = None if checkpoint.encoding is None else checkpoint.encoding.answers
+    plain = {name: shape for name, shape in shapes.items() if name not in sources and not (answers and name == SCORE)}
     for name in plain:
         if not state[name].is_floating_point():
             raise UnsupportedError(
@@ -94,7 +98,28 @@ def plan(model: PreTrainedModel, checkpoint: Checkpoint) -> WeightPlan:
     wanted = {names.get(name, name): shape for name, shape in plain.items()}
     found = checkpoint.require(wanted, ties)
     own = {name: ParameterSource((found[names.get(name, name)],)) for name in plain}
+    if answers is not None:
+        own[SCORE] = _score(model, checkpoint, answers, own)
     return WeightPlan(sources | own, TensorLookups(wanted, ties, found))
+
+
+def _score(
+    model: PreTrainedModel, checkpoint: Checkpoint, answers: Answers, sources: Mapping[str, ParameterSource]
+) -> ParameterSource:
+    """Make the matrix [1, H] of a head that scores, of a causal model's rows for its answers."""
+    import torch
+
+    table: Any = model.get_input_embeddings()
+    shared = next(name for name, tensor in model.named_parameters() if tensor is table.weight)
+    [tensor] = (HEAD,) if HEAD in checkpoint.tensors else sources[shared].tensors
+    if checkpoint.tensors[tensor].shape != tuple(table.weight.shape):
+        raise UnsupportedError(f"{tensor!r} is no table of logits, a row for each token")
+
+    def read() -> Iterator[torch.Tensor]:
+        rows = np.asarray(checkpoint.tensor(tensor).numpy()[[answers.yes, answers.no]], np.float32)
+        yield torch.from_numpy(rows[:1] - rows[1:])
+
+    return ParameterSource((tensor,), read)
 
 
 def untie(model: PreTrainedModel, sources: Mapping[str, ParameterSource]) -> None:

@@ -129,6 +129,8 @@ class _SideBySide(TorchFunctionMode):
             return self._tokens  # of an assertion about the lengths of texts: of the one that there is (XLM)
         if func in _NEGATIONS and not args[0].is_floating_point():
             return args[0] * -1  # the dialect's Neg has floats alone
+        if func is Tensor.__getitem__ and (axes := self._first_tokens(*args)):
+            return functools.reduce(lambda x, axis: x.index_select(axis, self._positions[0]), axes, args[0])
         if func in (torch.cumsum, Tensor.cumsum) and self._is_mask(args[0]):
             return (self._positions + 1).to(args[0].dtype)
         return func(*args, **kwargs)
@@ -144,6 +146,19 @@ class _SideBySide(TorchFunctionMode):
         if len(args) > 3 or (len(args) == 3 and args[2] != 1):
             return None
         return first if _same(end - first, self._tokens) else None
+
+    def _first_tokens(self, table: Tensor, index: Any) -> list[int]:
+        """Return the axes along which a table of places [..., N] is cut to as many as there are tokens (OpenAI GPT)."""
+        given = index if isinstance(index, tuple) else (index,)
+        if len(given) > table.dim() or not all(isinstance(each, slice) for each in given):
+            return []
+        return [axis for axis, each in enumerate(given) if self._is_cut(each) and type(table.shape[axis]) is int]
+
+    def _is_cut(self, of: slice) -> bool:
+        """Say whether a slice takes as many as there are tokens, from the first on; others may be told by tensors."""
+        begins = of.start is None or (type(of.start) is int and of.start == 0)
+        by_one = of.step is None or (type(of.step) is int and of.step == 1)
+        return begins and by_one and isinstance(of.stop, int | torch.SymInt) and _same(of.stop, self._tokens)
 
     def _is_mask(self, x: Tensor) -> bool:
         """Say whether a cumulative sum of x [1, T], 1 for each token that is no padding, counts tokens."""
