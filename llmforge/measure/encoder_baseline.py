@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class CheckpointEncoder:
         if config.kind == "embedder" and config.pooling not in POOLINGS:
             raise UnsupportedError(f"{folder}: pooling {config.pooling!r}; known: {', '.join(POOLINGS)}")
         self.config, self._threads = config, threads
+        began = time.perf_counter()
         kind = "AutoModel" if config.kind == "embedder" else "AutoModelForSequenceClassification"
         given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
         try:
@@ -64,6 +66,7 @@ class CheckpointEncoder:
         self._model: Any = loaded.eval()
         encoding = checkpoint.encoding
         self._dense = [] if encoding is None else [_layer(folder, each) for each in encoding.dense]
+        self.load_seconds = time.perf_counter() - began
         self.description = (
             f"transformers {transformers.__version__}, torch {torch.__version__}, fp32 arithmetic on the stored "
             f"weights, threads: {threads}"
