@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +13,7 @@ from llmforge.measure import latency, turns
 from llmforge.measure.latency import Instruments, LatencyRun, TimedLoad, TimedModel, Until
 from llmforge.measure.recipe_latency import loads
 from llmforge.metrics import catalog
-from llmforge.metrics.latency import Bandwidth, Compute, Footprint, HourlyPrice, Latency
+from llmforge.metrics.latency import Compute, Footprint, HourlyPrice, Latency
 from llmforge.metrics.metric import Measured
 from llmforge.metrics.workload import Slo
 from llmforge.recipe import LatencySpec

@@ -12,7 +12,8 @@ from llmforge.base.errors import UsageError
 from llmforge.base.http_server import HttpServer
 from llmforge.checkpoint.documents import read_documents
 from llmforge.measure import machine
-from llmforge.measure.load.drive import InProcess, Responder
+from llmforge.measure.load.drive import MOST_IN_FLIGHT, InProcess, Responder
+from llmforge.measure.load.encoders import EncoderEndpoint, EncodesInProcess
 from llmforge.measure.load.endpoint import Endpoint
 from llmforge.measure.load.report import BenchEngine, BenchReport, LoadPoint
 from llmforge.measure.load.speculation import speedup
@@ -21,6 +22,8 @@ from llmforge.measure.load.workload import Encode, LoadRequest, Prompts, RandomP
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Footprint
 from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.serving.encoder_engine import EncoderEngine, EncoderOptions, EncoderStats
+from llmforge.serving.encoder_runner import load_encoder
 from llmforge.serving.engine import Engine
 from llmforge.serving.interface import EngineOptions, EngineStats
 from llmforge.serving.prompts import read_tokenizer
@@ -34,7 +37,8 @@ SEVERAL_A_STEP = "MBU: not known, because speculation gives several tokens a ste
 class LoadSpec:
     """Which requests are sent: every concurrency or rate with every length, or a trace of arrivals.
 
-    `data` is a JSON Lines file whose text prompts are cut from; None: random tokens.
+    `data` is a JSON Lines file whose text prompts are cut from; None: random tokens. With `texts`, requests have so
+    many to encode, each of `prompt_tokens`.
     """
 
     concurrency: tuple[int, ...] = ()
@@ -43,16 +47,20 @@ class LoadSpec:
     prompt_tokens: tuple[int, ...] = (128,)
     output_tokens: tuple[int, ...] = (64,)
     data: Path | None = None
+    texts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.concurrency, self.rates, self.trace))) != 1:
             raise UsageError("expected one of concurrencies, rates and a trace of arrivals")
-        if min((*self.concurrency, *self.prompt_tokens, *self.output_tokens), default=1) < 1:
-            raise UsageError("concurrencies, prompt and output tokens: expected whole numbers, 1 or more")
+        if min((*self.concurrency, *self.prompt_tokens, *self.output_tokens, *self.texts), default=1) < 1:
+            raise UsageError("concurrencies, prompt and output tokens, texts: expected whole numbers, 1 or more")
 
     def settings(self) -> list[Setting]:
         """List the points of the sweep: lengths in the outer loop."""
         loads = [*((count, None) for count in self.concurrency), *((None, rate) for rate in self.rates)]
+        if self.texts:
+            several = itertools.product(self.prompt_tokens, self.texts, loads)
+            return [Setting(length, 0, *load, texts) for length, texts, load in several]
         sweep = itertools.product(self.prompt_tokens, self.output_tokens, loads)
         return [Setting(prompt, output, *load) for prompt, output, load in sweep]
 
@@ -86,6 +94,8 @@ def run(
 ) -> BenchReport:
     """Measure the engine of `artifact`, called `name`, or an OpenAI-compatible `server` of the same tokenizer.
 
+    Of an embedder or a reranker, `load` has texts.
+
     Raises:
         InputError: the artifact cannot be used.
         UsageError: a prompt and its answer do not fit the context.
@@ -98,9 +108,9 @@ def run(
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text).ids)
 
-    prompts = _prompts(load, encode, config.vocabulary)
+    prompts = _prompts(load, encode, tokenizer.get_vocab_size() if config.encoder is not None else config.vocabulary)
     trace = None if load.trace is None else read_trace(load.trace, encode, prompts, seed=plan.seed)
-    _check_lengths(load, trace, config.max_context)
+    _check_lengths(load, trace, config)
 
     def points_of(responder: Responder) -> list[LoadPoint]:
         if trace is None:
@@ -110,8 +120,14 @@ def run(
     record: BenchEngine | None = None
     notes: tuple[str, ...] = ()
     if server is not None:
-        responder: Responder = Endpoint(server)
+        encoder = config.encoder
+        responder: Responder = Endpoint(server) if encoder is None else EncoderEndpoint(server, tokenizer, encoder)
         points = points_of(responder)
+    elif config.encoder is not None:
+        with EncoderEngine(load_encoder(artifact, local.threads), EncoderOptions(max_queue=MOST_IN_FLIGHT)) as encodes:
+            responder = EncodesInProcess(encodes, name)
+            points = points_of(responder)
+            notes = (_batched(encodes.stats(), config.session.resolve(local.threads).threads),)
     else:
         with Engine.load(artifact, local.options, local.threads) as engine:
             responder = InProcess(engine, name)
@@ -156,7 +172,25 @@ def _prompts(load: LoadSpec, encode: Encode, vocabulary: int) -> Prompts:
     return TextPrompts(tuple(ids), str(load.data))
 
 
-def _check_lengths(load: LoadSpec, trace: Sequence[LoadRequest] | None, max_context: int) -> None:
+def _batched(stats: EncoderStats, threads: int) -> str:
+    """Say how texts ran together."""
+    runs = sum(stats.batches.values())
+    return f"{threads} threads; {stats.sequences / max(runs, 1):.1f} texts a run of the graph on average"
+
+
+def _check_lengths(load: LoadSpec, trace: Sequence[LoadRequest] | None, config: RuntimeConfig) -> None:
+    if (encoder := config.encoder) is not None:
+        if not load.texts or load.trace is not None:
+            raise UsageError(f"the artifact is {encoder.title}: expected numbers of texts, and no trace of prompts")
+        if max(load.prompt_tokens) > encoder.max_tokens:
+            raise UsageError(
+                f"texts of {max(load.prompt_tokens)} tokens; this artifact reads at most {encoder.max_tokens}",
+                hint="use shorter ones, or build with a larger engine.max_context",
+            )
+        return
+    if load.texts:
+        raise UsageError("numbers of texts: the artifact is a language model, which answers prompts")
+    max_context = config.max_context
     needed = max(load.prompt_tokens) + max(load.output_tokens) if trace is None else longest(trace)
     if needed > max_context:
         raise UsageError(
