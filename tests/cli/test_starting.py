@@ -326,7 +326,15 @@ def test_up_builds_and_serves(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert given["host"] == "127.0.0.1"
 
 
-@pytest.mark.parametrize("error", [GateFailed("a gate failed"), GateInconclusive("undecided"), BudgetExceeded(["lossy"], settings=(), hint="")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        GateFailed("a gate failed"),
+        GateInconclusive("undecided"),
+        BudgetExceeded(["a budget"], settings=(), hint="more"),
+    ],
+    ids=["failed", "inconclusive", "budget"],
+)
 def test_up_serves_an_embedder_in_fp32_where_int8_does_not_pass(
     home: Path, monkeypatch: pytest.MonkeyPatch, error: ForgeError
 ) -> None:
