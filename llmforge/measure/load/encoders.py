@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +55,7 @@ class EncoderEndpoint:
         body = {"query": query, "documents": documents}
         return _outcome(request, due_s, lambda: self._asked("rerank", body, "results", len(rows)))
 
-    def _asked(self, call: str, body: dict[str, object], wanted: str, count: int) -> bool:
+    def _asked(self, call: str, body: Mapping[str, object], wanted: str, count: int) -> bool:
         found = self._completions.post(call, body).get(wanted)
         return isinstance(found, list) and len(found) == count
 
