@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tokenizers import Tokenizer
 
 from llmforge import __version__
 from llmforge.base.errors import UsageError
@@ -22,8 +24,8 @@ from llmforge.measure.load.workload import Encode, LoadRequest, Prompts, RandomP
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Footprint
 from llmforge.runtime.config import FILE, RuntimeConfig
-from llmforge.serving.encoder_engine import EncoderEngine, EncoderOptions, EncoderStats
-from llmforge.serving.encoder_runner import load_encoder
+from llmforge.serving.encoder_engine import EncoderEngine, EncoderOptions
+from llmforge.serving.encoder_runner import EncoderRunner, load_encoder
 from llmforge.serving.engine import Engine
 from llmforge.serving.interface import EngineOptions, EngineStats
 from llmforge.serving.prompts import read_tokenizer
@@ -103,14 +105,9 @@ def run(
         EnvironmentLacks: the server does not answer, or denies access.
     """
     config = RuntimeConfig.read(artifact / "engine" / FILE)
+    encoder, threads = config.encoder, config.session.resolve(local.threads).threads
     tokenizer = read_tokenizer(artifact / "tokenizer" / "tokenizer.json")
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text).ids)
-
-    prompts = _prompts(load, encode, tokenizer.get_vocab_size() if config.encoder is not None else config.vocabulary)
-    trace = None if load.trace is None else read_trace(load.trace, encode, prompts, seed=plan.seed)
-    _check_lengths(load, trace, config)
+    prompts, trace = _requests(load, config, tokenizer, plan.seed)
 
     def points_of(responder: Responder) -> list[LoadPoint]:
         if trace is None:
@@ -119,23 +116,21 @@ def run(
 
     record: BenchEngine | None = None
     notes: tuple[str, ...] = ()
+    responder: Responder
     if server is not None:
-        encoder = config.encoder
-        responder: Responder = Endpoint(server) if encoder is None else EncoderEndpoint(server, tokenizer, encoder)
+        responder = Endpoint(server) if encoder is None else EncoderEndpoint(server, tokenizer, encoder)
         points = points_of(responder)
-    elif config.encoder is not None:
-        with EncoderEngine(load_encoder(artifact, local.threads), EncoderOptions(max_queue=MOST_IN_FLIGHT)) as encodes:
-            responder = EncodesInProcess(encodes, name)
-            points = points_of(responder)
-            notes = (_batched(encodes.stats(), config.session.resolve(local.threads).threads),)
+    elif encoder is not None:
+        runner = load_encoder(artifact, local.threads)
+        responder, points, note = _encoded(runner, name, points_of)
+        notes = (f"{threads} threads; {note}",)
     else:
         with Engine.load(artifact, local.options, local.threads) as engine:
             responder = InProcess(engine, name)
-            points = points_of(responder)
-            stats = engine.stats()
+            points, stats = points_of(responder), engine.stats()
             again = trace or loads(load.settings()[0], prompts, plan, (plan.seed, plan.repetitions, 0))[1]
             faster = speedup(engine, again) if stats.drafted_tokens else None
-        record = _record(stats, config.session.resolve(local.threads).threads, faster)
+        record = _record(stats, threads, faster)
         points, unknown = _with_bandwidth(points, local.footprint, config, record)
         notes = (*stats.notes, *unknown)
     return BenchReport(
@@ -165,6 +160,20 @@ def _with_bandwidth(
     return utilization(points, footprint, slots=engine.slots, threads=engine.threads), ()
 
 
+def _requests(
+    load: LoadSpec, config: RuntimeConfig, tokenizer: Tokenizer, seed: int
+) -> tuple[Prompts, list[LoadRequest] | None]:
+    """Give what prompts are made of, and the arrivals that are replayed; check that they fit the engine."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text).ids)
+
+    prompts = _prompts(load, encode, config.vocabulary if config.encoder is None else tokenizer.get_vocab_size())
+    trace = None if load.trace is None else read_trace(load.trace, encode, prompts, seed=seed)
+    _check_lengths(load, trace, config)
+    return prompts, trace
+
+
 def _prompts(load: LoadSpec, encode: Encode, vocabulary: int) -> Prompts:
     if load.data is None:
         return RandomPrompts(vocabulary)
@@ -172,10 +181,15 @@ def _prompts(load: LoadSpec, encode: Encode, vocabulary: int) -> Prompts:
     return TextPrompts(tuple(ids), str(load.data))
 
 
-def _batched(stats: EncoderStats, threads: int) -> str:
-    """Say how texts ran together."""
-    runs = sum(stats.batches.values())
-    return f"{threads} threads; {stats.sequences / max(runs, 1):.1f} texts a run of the graph on average"
+def _encoded(
+    runner: EncoderRunner, name: str, points_of: Callable[[Responder], list[LoadPoint]]
+) -> tuple[Responder, list[LoadPoint], str]:
+    """Measure an embedder or a reranker in this process; and say how texts ran together."""
+    with EncoderEngine(runner, EncoderOptions(max_queue=MOST_IN_FLIGHT)) as engine:
+        responder = EncodesInProcess(engine, name)
+        points, stats = points_of(responder), engine.stats()
+    runs = max(sum(stats.batches.values()), 1)
+    return responder, points, f"{stats.sequences / runs:.1f} texts a run of the graph on average"
 
 
 def _check_lengths(load: LoadSpec, trace: Sequence[LoadRequest] | None, config: RuntimeConfig) -> None:
