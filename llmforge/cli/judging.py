@@ -19,6 +19,7 @@ from llmforge.cli.recorded import recipe_of
 if TYPE_CHECKING:
     from llmforge.gates.decision import Figure
     from llmforge.gates.release import Judgement, MeasuredArtifact, ReleaseQuestion
+    from llmforge.measure.latency import TimedModel
     from llmforge.metrics.agreement import RuntimeName
     from llmforge.metrics.latency_metrics import SlowestMetric
     from llmforge.recipe import GateSpec
@@ -189,25 +190,18 @@ def _in_turns(
     latency = ours.report.latency
     if latency is None or ours.report.engine.pending or theirs.report.engine.pending:
         return dict.fromkeys(names, "both must run in turns, and an engine is not built yet or was never timed")
-    from llmforge import serving
+    if theirs.report.latency is not None and theirs.report.latency.encodes != latency.encodes:
+        return dict.fromkeys(names, "both must run in turns, and one of them encodes texts")
     from llmforge.cli import console
     from llmforge.measure import turns
     from llmforge.measure.latency import TimedLoad
-    from llmforge.measure.latency import TimedModel as Timed
 
     with console.traced("gate", quiet=quiet, trace=None) as progress:
         progress.stage("Load both engines")
         try:
-            runners = []
-            for side in (ours, theirs):
-                side.opened.verify()
-                runners.append(serving.load(side.opened.path, threads=latency.threads))
+            (left, known), (right, others) = (_timed(side, latency.threads) for side in (ours, theirs))
         except (EnvironmentLacks, UnsupportedError, InputError) as error:
             return dict.fromkeys(names, f"both must run in turns on one device: {error.message}")
-        left, right = (
-            Timed.of_runner(runner, description=str(side.opened.path), load_seconds=0.0)
-            for runner, side in zip(runners, (ours, theirs), strict=True)
-        )
         count = repetitions or max(turns.repetitions(wanted), latency.repetitions)
         loads = [TimedLoad(p.batch, p.prompt_tokens, p.output_tokens, count) for p in latency.single]
         progress.stage("Time both in turns")
@@ -215,10 +209,26 @@ def _in_turns(
             left,
             right,
             loads,
-            vocabulary=min(runner.config.vocabulary for runner in runners),
+            vocabulary=min(known, others),
             progress=progress.advance,
         )
-    return {name: found[name] for name in names}
+    absent = f"both {'encode texts' if latency.encodes else 'generate tokens'}, and have no such duration"
+    return {name: found.get(name, absent) for name in names}
+
+
+def _timed(side: MeasuredArtifact, threads: int) -> tuple[TimedModel, int]:
+    """Load an engine to be timed, and say how many token ids it knows."""
+    from llmforge import serving
+    from llmforge.measure.latency import TimedModel
+    from llmforge.serving.encoder_runner import encodes, load_encoder
+
+    side.opened.verify()
+    path, described = side.opened.path, str(side.opened.path)
+    if encodes(path):
+        encoder = load_encoder(path, threads)
+        return TimedModel.of_encoder(encoder, description=described, load_seconds=0.0), encoder.vocabulary
+    runner = serving.load(path, threads=threads)
+    return TimedModel.of_runner(runner, description=described, load_seconds=0.0), runner.config.vocabulary
 
 
 _VALIDATE = """\b

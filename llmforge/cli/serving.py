@@ -75,6 +75,8 @@ _OF_LANGUAGE_MODELS = (
     "prefix_store",
     "response_cache",
 )
+# Options of `bench`, alike.
+_BENCH_OF_TOKENS = ("output_tokens", "prefix_tokens", "trace", "prefix_cache_bytes", "speculation")
 _OPEN_TO_ALL = "note: everybody who reaches this address may use it; --api-key-file asks for keys"
 _SERVE = """\b
 Example:
@@ -269,6 +271,7 @@ _BENCH = """\b
 Examples:
   llmforge bench artifacts/NAME/VERSION --concurrency 1,4,8 --slo ttft=200ms
   llmforge bench artifacts/NAME/VERSION --rate 0.5,2 --output report.json
+  llmforge bench artifacts/EMBEDDER/VERSION --prompt-tokens 16,128 --texts 1,8,32
 """
 
 
@@ -288,6 +291,10 @@ Examples:
 )  # fmt: skip
 @click.option("--prompt-tokens", type=Numbers(int), default="128", metavar="N,…", help="Prompt lengths.")
 @click.option("--output-tokens", type=Numbers(int), default="64", metavar="N,…", help="Answer lengths.")
+@click.option(
+    "--texts", type=Numbers(int), default=(), metavar="N,…",
+    help="Of an embedder or a reranker: texts of a request, each of --prompt-tokens. Defaults to 1.",
+)  # fmt: skip
 @click.option("--requests", type=POSITIVE, metavar="N", default=32, help="Requests per run.")
 @click.option("--repetitions", type=POSITIVE, metavar="N", default=1, help="Runs per load.")
 @click.option("--warmup", type=NATURAL, metavar="N", default=2, help="Warm-up requests before each run.")
@@ -312,6 +319,7 @@ def bench(artifact: Path, slo: str | None, path: Path | None, as_json: bool, qui
     from llmforge.artifact import Artifact
     from llmforge.cli import console
     from llmforge.measure import load as measuring
+    from llmforge.serving.encoder_runner import encodes
 
     if options["trace"] is not None:
         refuse_given("--trace", "prompt_tokens", "output_tokens", "requests", "repetitions", "warmup", "prefix_tokens")
@@ -321,8 +329,14 @@ def bench(artifact: Path, slo: str | None, path: Path | None, as_json: bool, qui
     server = server_of(options["url"], options["api_key"])
     if not (options["concurrency"] or options["rates"] or options["trace"]):
         options["concurrency"] = (1, 4)
+    objective = None if slo is None else measuring.Objective.parse(slo)
+    if encodes(artifact):
+        refuse_given("an embedder or a reranker", *_BENCH_OF_TOKENS)
+        if objective is not None and (objective.ttft_ms is not None or objective.tpot_ms is not None):
+            raise UsageError(f"--slo {slo}: an embedder or a reranker gives no tokens", hint="--slo latency=…")
+        options["texts"] = options["texts"] or (1,)
     load = record(measuring.LoadSpec, options)
-    plan = record(measuring.SweepPlan, options, objective=None if slo is None else measuring.Objective.parse(slo))
+    plan = record(measuring.SweepPlan, options, objective=objective)
     engine = record(serving.EngineOptions, options, max_queue=max((128, *load.concurrency)))
     opened = Artifact.open(artifact)
     admit(opened, options["allow"], options["rehash"])

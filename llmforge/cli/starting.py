@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from llmforge.base import extras
-from llmforge.base.errors import DataError, UsageError
+from llmforge.base.errors import BudgetExceeded, DataError, GateFailed, GateInconclusive, UsageError
 from llmforge.base.wording import shown
 from llmforge.cli import building, output, serving
 from llmforge.cli.hub import REVISION, on_hub
@@ -222,7 +222,7 @@ def up(
     """Write a recipe for CHECKPOINT, build it, and serve the artifact.
 
     `init`, `plan`, `build` and `serve` in one go. A recipe that `init` has written before is used unchanged. Does
-    not serve an artifact whose gates failed.
+    not serve an artifact whose gates failed; of an embedder or a reranker it then writes its recipe again, in fp32.
     """
     extras.require("build", "serve")
     from llmforge.artifact import versions
@@ -230,17 +230,34 @@ def up(
     from llmforge.recipe import Recipe
 
     path = Path(f"{name_of(checkpoint)}.yaml")
-    if path.exists():
-        console.say(f"using the existing recipe {path}")
-    else:
-        path = write(checkpoint, StartOptions(target, goal, path=path, revision=revision))
+    asked = StartOptions(target, goal, path=path, revision=revision)
+    written = not path.exists()
+    if written:
+        path = write(checkpoint, asked)
         console.say(f"wrote {path}")
-    if not _encodes(Recipe.load(path)):
+    else:
+        console.say(f"using the existing recipe {path}")
+    encodes = _encodes(Recipe.load(path))
+    if not encodes:
         planning.show(path)
         go_on()
-    _run(context, building.build, str(path), "--out", str(out))
+    try:
+        _run(context, building.build, str(path), "--out", str(out))
+    except (GateFailed, GateInconclusive, BudgetExceeded) as error:
+        if not (encodes and written and _written_in_fp32(checkpoint, asked)):
+            raise
+        console.say(f"{error.message}\nnot served; wrote {path} again, in fp32, and build it")
+        _run(context, building.build, str(path), "--out", str(out))
     [newest, *_] = versions.listed(out, Recipe.load(path).name)  # which may have been changed
     _run(context, serving.serve, str(newest.path), "--host", host, "--port", str(port))
+
+
+def _written_in_fp32(checkpoint: Path, asked: StartOptions) -> bool:
+    """Write the recipe of an embedder or a reranker again, for quality; say whether it is another one then."""
+    assert asked.path is not None
+    before = asked.path.read_bytes()
+    write(checkpoint, replace(asked, goal="quality", force=True))
+    return asked.path.read_bytes() != before
 
 
 def _encodes(recipe: Recipe) -> bool:
@@ -328,7 +345,7 @@ def _write_encoder(
             f"{given['name']} is {encoding.title}: --like, "
             "--calibration, --evaluation and other engines are for language models"
         )
-    text = encoders.write(encoding, settings, targets.find(asked.target), given)
+    text = encoders.write(encoding, settings, targets.find(asked.target), given, asked.goal)
     with output.writing(path):
         path.write_text(text, encoding="utf-8")
     Recipe.load(path)

@@ -25,10 +25,20 @@ from llmforge.checkpoint.text import TokenWindow
 from llmforge.compile import export_proxy, reference
 from llmforge.gates import decision, records, verdict
 from llmforge.ir import onnx_file
-from llmforge.measure import behaviour, footprint, machine, retrieval, runtimes, streamed_baseline, tasks
+from llmforge.measure import (
+    behaviour,
+    encoder_latency,
+    footprint,
+    machine,
+    retrieval,
+    runtimes,
+    streamed_baseline,
+    tasks,
+)
 from llmforge.measure.answers import Generate
 from llmforge.measure.baseline import Baseline, baseline_on, open_baseline, why_not_whole
 from llmforge.measure.encoder_baseline import CheckpointEncoder
+from llmforge.measure.encoder_latency import TimedEncoder
 from llmforge.measure.footprint import BytesRead
 from llmforge.measure.latency import TimedModel, engine_description
 from llmforge.measure.quality import Logits
@@ -247,20 +257,32 @@ def measure(asked: Measurement, progress: Progress) -> Evidence:
 
 
 def _of_encoder(asked: Measurement, progress: Progress) -> Evidence:
-    """Measure what an embedder finds, or how a reranker orders; nothing else is measured of them."""
+    """Measure what an embedder finds, or how a reranker orders, and how fast; nothing else is measured of them."""
     spec = asked.spec
-    others = {"quality": spec.quality, "latency": spec.latency, "tasks": spec.tasks, "behaviour": spec.behaviour}
+    others = {"quality": spec.quality, "tasks": spec.tasks, "behaviour": spec.behaviour}
     notes = tuple(
         f"{name}: not measured, for the checkpoint predicts no tokens" for name, each in others.items() if each
     )
-    if spec.retrieval is None:
+    if spec.retrieval is None and spec.latency is None:
         return Evidence(None, None, None, None, notes)
     progress.stage("Load engine and baseline")
+    began = time.perf_counter()
     runner = load_encoder(asked.artifact, asked.threads)
+    load_seconds = time.perf_counter() - began
     baseline = CheckpointEncoder(asked.checkpoint, runner.config, threads=asked.threads)
-    engine = f"llmforge {llmforge.__version__}, onnxruntime, threads: {asked.threads}"
-    found = retrieval.run(spec.retrieval, runner, baseline, progress, engine=engine, baseline=baseline.description)
-    return Evidence(None, None, baseline.description, None, notes, retrieval=found)
+    described = f"llmforge {llmforge.__version__}, onnxruntime, threads: {asked.threads}"
+    found = timed = None
+    if spec.retrieval is not None:
+        given = {"engine": described, "baseline": baseline.description}
+        found = retrieval.run(spec.retrieval, runner, baseline, progress, **given)
+    if spec.latency is not None:
+        assert asked.engine is not None
+        progress.stage("Measure latency")
+        engine = TimedEncoder(
+            *(asked.artifact, runner, described, load_seconds, asked.engine.size_bytes, asked.read, asked.threads)
+        )
+        timed = encoder_latency.run(spec.latency, engine, baseline, asked.target, progress.advance)
+    return Evidence(None, timed, baseline.description, None, notes, retrieval=found)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 from llmforge import passes, targets
 from llmforge.artifact import Artifact
-from llmforge.base.errors import InputError
+from llmforge.base.errors import InputError, UnsupportedError
 from llmforge.base.progress import Progress
 from llmforge.cache import Cache
 from llmforge.checkpoint import Checkpoint
@@ -49,6 +49,7 @@ def rebuilt(
 
     Raises:
         ForgeError: as a build of the recipe.
+        UnsupportedError: its checkpoint embeds or scores: what is lost is measured on tokens that are predicted.
     """
     progress.stage("Check recipe, target and data")
     steps, target = recipe.instantiate(passes.ALL), targets.find(recipe.target)
@@ -58,6 +59,12 @@ def rebuilt(
         steps = retreats.as_built(steps, built.manifest.recipe)
     with TemporaryDirectory() as folder, reuse.opened(cache, Path(folder), progress) as kept:
         checkpoint = Checkpoint.located(*recipe.origin())
+        if (encoding := checkpoint.encoding) is not None:
+            raise UnsupportedError(
+                f"{checkpoint.name} is {encoding.title}: what its layers lose is not told apart",
+                hint="the report says of each lossy pass what it lost (Passes), and of all what is found (Retrieval); "
+                "build with fewer of them, and compare: llmforge diff A B",
+            )
         chat_template.choose(recipe, checkpoint)
         kept.configure(checkpoint, progress)
         model = kept.trace(checkpoint, progress)

@@ -18,7 +18,8 @@ from llmforge.compile import finishing, inputs, lock, pipeline
 from llmforge.diagnosis import comparison
 from llmforge.diagnosis.comparison import BuildComparison
 from llmforge.gates import confirmed
-from llmforge.recipe import Recipe
+from llmforge.recipe import Recipe, RetrievalSpec
+from llmforge.recipe.retrieval import SHIPPED
 
 
 def recorded(path: Path, checkpoint: Path | None, texts: Sequence[Path], folder: Path) -> Recipe:
@@ -49,6 +50,8 @@ def recorded(path: Path, checkpoint: Path | None, texts: Sequence[Path], folder:
             f"{path}: its quality is held against the checkpoint {quality['reference']}, which no digest names",
             hint="give the recipe with --recipe",
         )
+    if (retrieval := (plain.get("validation") or {}).get("retrieval")) is not None:
+        retrieval["data"] = _queries(path, retrieval)
     here = {documents.digest(text): text for text in texts}
 
     def placed(value: Any) -> Any:
@@ -64,6 +67,17 @@ def recorded(path: Path, checkpoint: Path | None, texts: Sequence[Path], folder:
     file = folder / "recipe.yaml"
     file.write_text(json.dumps(placed(plain)), encoding="utf-8")  # JSON is YAML
     return Recipe.load(file)
+
+
+def _queries(path: Path, retrieval: dict[str, Any]) -> str:
+    """Say what the queries and passages are that a recipe records by their digest: those that ship, or unknown ones."""
+    shipped = RetrievalSpec.model_validate({**retrieval, "data": SHIPPED})
+    if shipped.digest != retrieval.get("data"):
+        raise UsageError(
+            f"{path}: its retrieval was measured on queries and passages of a folder that nothing names",
+            hint="give the recipe with --recipe",
+        )
+    return SHIPPED
 
 
 def _unknown(path: Path, name: str, digest: str, option: str) -> UsageError:

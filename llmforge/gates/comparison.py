@@ -147,7 +147,10 @@ def _notes(a: MeasuredArtifact, b: MeasuredArtifact) -> Iterator[str]:
         report = side.report
         if report.engine.pending:
             yield f"the engine of {letter} is not built yet: its size is that of the files that it is built from"
-        elif lacking := [name for name in ("quality", "latency") if getattr(report, name) is None]:
+        quality = "quality" if report.retrieval is None else "retrieval"  # what embeds or scores has no other
+        if not report.engine.pending and (
+            lacking := [name for name in (quality, "latency") if getattr(report, name) is None]
+        ):
             yield f"{' and '.join(lacking)} of {letter} {'were' if len(lacking) > 1 else 'was'} not measured"
     if len({_tokenizer(side) for side in (a, b)}) > 1:
         yield "the tokenizers differ: a token of one is not a token of the other, and no figure per token is comparable"

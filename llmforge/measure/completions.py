@@ -135,6 +135,10 @@ class Completions:
         """Let the model answer a chat, greedily unless `body` says otherwise; raises as `Http.post`."""
         return self.http.post(f"{self._base}/v1/chat/completions", self._body(body))
 
+    def post(self, call: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask for something else of the model, as `embeddings`; raises as `Http.post`."""
+        return self.http.post(f"{self._base}/v1/{call}", {"model": self.model, **body})
+
     def events(self, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Ask for one completion as a stream, and yield its events as `Http.events`; the last one counts tokens."""
         asked = {**body, "stream": True, "stream_options": {"include_usage": True}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ class CheckpointEncoder:
         self.config, self._threads = config, threads
         encoding = checkpoint.encoding
         self._answers = None if encoding is None else encoding.answers
+        began = time.perf_counter()
         kind = "AutoModel" if config.kind == "embedder" else "AutoModelForSequenceClassification"
         kind = kind if self._answers is None else "AutoModelForCausalLM"
         given: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
@@ -66,6 +68,7 @@ class CheckpointEncoder:
             raise CheckpointError(f"{folder}: weights are missing: {', '.join(sorted(missing)[:3])}")
         self._model: Any = loaded.eval()
         self._dense = [] if encoding is None else [_layer(folder, each) for each in encoding.dense]
+        self.load_seconds = time.perf_counter() - began
         self.description = (
             f"transformers {transformers.__version__}, torch {torch.__version__}, fp32 arithmetic on the stored "
             f"weights, threads: {threads}"

@@ -32,6 +32,7 @@ from llmforge.metrics.workload import MeasuredWorkload, Slo
 
 if TYPE_CHECKING:
     from llmforge.serving import Runner
+    from llmforge.serving.encoder_runner import EncoderRunner
 
 _DECIMALS = 5  # of milliseconds: 10 ns
 DRAM_PROBE_BYTES = 2**28  # 256 MB: several times the last-level cache of most machines
@@ -47,6 +48,8 @@ class TimedModel:
     `generate(ids [B, S] int64, tokens)` yields `tokens` times, as soon as each of the B sequences has its next greedy
     token, reusing nothing of earlier calls and ignoring EOS. With `by_its_clock` it yields the seconds since it began:
     it runs in a process of its own, and what it says may lie unread while this one waits for a processor.
+
+    Of an encoder, `generate(ids, 0)` yields once: as soon as all B texts are encoded.
     """
 
     description: str
@@ -67,6 +70,16 @@ class TimedModel:
 
         return cls(description, generate, load_seconds)
 
+    @classmethod
+    def of_encoder(cls, runner: EncoderRunner, *, description: str, load_seconds: float) -> TimedModel:
+        """Time an embedder or a reranker: sequences of token ids, in the batches that the runner makes of them."""
+        from llmforge.serving.encoder_runner import EncoderInput  # brings ONNX Runtime, as above
+
+        def generate(ids: NDArray[np.int64], tokens: int) -> Iterator[object]:
+            yield runner.run([EncoderInput(row, np.zeros(len(row), np.int64)) for row in ids])
+
+        return cls(description, generate, load_seconds)
+
 
 def engine_description(runner: Runner, threads: int) -> str:
     """Say what runs an engine."""
@@ -80,7 +93,8 @@ def engine_description(runner: Runner, threads: int) -> str:
 class TimedLoad:
     """So many prompts of one length at once, so many tokens after each, and how often at least.
 
-    The baseline takes its turn in the first `baseline_repetitions`; None: in all of them.
+    Without output tokens it is texts that are encoded. The baseline takes its turn in the first
+    `baseline_repetitions`; None: in all of them.
     """
 
     batch: int
@@ -90,12 +104,18 @@ class TimedLoad:
     baseline_repetitions: int | None = None
 
     def __post_init__(self) -> None:
-        if self.output_tokens < 2 or min(self.repetitions, self.prompt_tokens, self.batch) < 1:
+        wrong = self.output_tokens == 1 or self.output_tokens < 0
+        if wrong or min(self.repetitions, self.prompt_tokens, self.batch) < 1:
             raise UsageError(
                 f"latency of {self.repetitions} repetitions, {self.batch} prompts of {self.prompt_tokens} tokens, "
                 f"{self.output_tokens} output tokens: expected 1 repetition or more, prompts of 1 token or more, and 2 "
-                "output tokens or more"
+                "output tokens or more, or 0 of texts that are encoded"
             )
+
+    @property
+    def times(self) -> int:
+        """Times that are recorded of a run: one of each output token, or of all texts that are encoded."""
+        return self.output_tokens or 1
 
     def has_turn(self, side: int, repetition: int) -> bool:
         """Say if a side, 0 being the artifact, is timed in a repetition; warm-up is number -1."""
@@ -105,7 +125,10 @@ class TimedLoad:
 
 @dataclass(frozen=True)
 class Until:
-    """Go on until the intervals of the artifact's median TTFT and TPOT are narrow at every load, or time is up."""
+    """Go on until the intervals of the artifact's median TTFT and TPOT are narrow at every load, or time is up.
+
+    Of an encoder, that of the time of a batch.
+    """
 
     precision: float  # half of an interval at most, relative to its median
     budget_s: float  # for all loads, counted from the first warm-up
@@ -292,7 +315,8 @@ class _Rounds:
 
     def _narrow(self, at: int, precision: float) -> bool:
         generations = self.timed[at][0].generations
-        for duration in (latency.first_token_ms, latency.later_token_ms):
+        one = len(generations[0]) == 1
+        for duration in (latency.whole_ms,) if one else (latency.first_token_ms, latency.later_token_ms):
             median = Estimate.median([duration(each) for each in generations], of="repetitions")
             if median.low is None or median.high is None:
                 return False
@@ -303,12 +327,12 @@ class _Rounds:
     def _times_after(self, chosen: Sequence[int], repetition: int) -> int:
         """Count the times that are recorded after one more round."""
         held = sum(
-            len(side.generations) * load.output_tokens
+            len(side.generations) * load.times
             for sides, load in zip(self.timed, self._loads, strict=True)
             for side in sides
         )
         more = sum(
-            self._loads[at].output_tokens * self._loads[at].has_turn(side, repetition)
+            self._loads[at].times * self._loads[at].has_turn(side, repetition)
             for at in chosen
             for side in range(len(self._sides))
         )
@@ -316,13 +340,16 @@ class _Rounds:
 
 
 def timed_generation(model: TimedModel, ids: NDArray[np.int64], tokens: int) -> NDArray[np.float64]:
-    """Generate once and return the milliseconds that each token took [tokens]; the first is the TTFT."""
+    """Generate once and return the milliseconds that each token took [tokens]; the first is the TTFT.
+
+    With no `tokens` texts are encoded, and it is the one time that this took [1].
+    """
     stamps = [time.perf_counter()]
     if model.by_its_clock:
         stamps = [0.0, *cast(Iterator[float], model.generate(ids, tokens))]
     else:
         stamps.extend(time.perf_counter() for _ in model.generate(ids, tokens))
-    if len(stamps) != tokens + 1:
+    if len(stamps) != (tokens or 1) + 1:
         raise VerificationError(
             f"{model.description} yielded {len(stamps) - 1} tokens after a prompt of {ids.shape[1]}; expected {tokens}",
             hint="timed generation ignores EOS and stop strings; check that the prompt fits the context",

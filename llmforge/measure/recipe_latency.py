@@ -61,17 +61,14 @@ class RecipeLatency:
                 loads(self.spec),
                 vocabulary=self.runner.config.vocabulary,
                 threads=self.threads,
-                until=None if self.spec.precision is None else Until(self.spec.precision, self.spec.budget_s),
-                facts=facts(self.target, self.ranks, self._slo()),
+                until=until(self.spec),
+                facts=facts(self.target, self.ranks, slo(self.spec)),
                 instruments=self._instruments(),
             ),
             starts=starts,
             workloads=workloads,
             progress=progress,
         )
-
-    def _slo(self) -> Slo | None:
-        return None if self.spec.slo is None else Slo(**self.spec.slo.model_dump())
 
     def _starts(self) -> list[EngineStart]:
         largest = max(loads(self.spec), key=lambda load: load.batch * (load.prompt_tokens + load.output_tokens))
@@ -112,7 +109,7 @@ class RecipeLatency:
 
         warmup = LoadRequest(tuple(range(min(_WARMUP_TOKENS, config.vocabulary))), 2)
         try:
-            return scenarios.measure(planned, served, warmup, self._slo())
+            return scenarios.measure(planned, served, warmup, slo(self.spec))
         finally:
             while engines:
                 engines.pop().close()
@@ -128,12 +125,7 @@ class RecipeLatency:
         return Instruments(self._device_bandwidth, self._gpu, joules, machine.NoiseProbe)
 
     def _cpu(self) -> Compute:
-        from llmforge.measure import ceilings
-
-        rates, probe = ceilings.products(self.threads)
-        each = self.read.multiply_adds
-        codes = each is not None and self.read.weights < _INT8_BYTES * each
-        return Compute(dtype="int8" if codes else "fp32", operations_per_second=rates, probe=probe)
+        return host_compute(self.read, self.threads)
 
     def _device_bandwidth(self, footprint: Footprint, context: int, threads: int) -> Bandwidth | None:
         """Measure how fast the GPU copies its memory; its caches are too small to hold what a step reads."""
@@ -166,7 +158,12 @@ class RecipeLatency:
 
 
 def loads(spec: LatencySpec) -> list[TimedLoad]:
-    """List the loads: one sequence at each prompt length, then the surface without what was there already."""
+    """List the loads: one sequence at each prompt length, then the surface without what was there already.
+
+    Of an encoder: every number of texts at every length.
+    """
+    if spec.lengths:
+        return [TimedLoad(*at, 0, spec.repetitions) for at in sorted({*itertools.product(spec.batches, spec.lengths)})]
     made = {
         (1, prompt, spec.output_tokens): TimedLoad(1, prompt, spec.output_tokens, spec.repetitions)
         for prompt in spec.prompt_tokens
@@ -176,6 +173,26 @@ def loads(spec: LatencySpec) -> list[TimedLoad]:
             made.setdefault(at, TimedLoad(*at, surface.repetitions, surface.baseline_repetitions))
         return [made[at] for at in sorted(made)]
     return list(made.values())
+
+
+def host_compute(read: BytesRead, threads: int) -> Compute:
+    """Measure what the CPU multiplies a second, and say in what dtype an engine does, whose tokens `read` so much."""
+    from llmforge.measure import ceilings
+
+    rates, probe = ceilings.products(threads)
+    each = read.multiply_adds
+    codes = each is not None and read.weights < _INT8_BYTES * each
+    return Compute(dtype="int8" if codes else "fp32", operations_per_second=rates, probe=probe)
+
+
+def until(spec: LatencySpec) -> Until | None:
+    """Say when a recipe's repetitions end; None: after the number that it gives."""
+    return None if spec.precision is None else Until(spec.precision, spec.budget_s)
+
+
+def slo(spec: LatencySpec) -> Slo | None:
+    """Read the bounds of a recipe, which may have none."""
+    return None if spec.slo is None else Slo(**spec.slo.model_dump())
 
 
 def facts(target: Target, ranks: int, slo: Slo | None) -> Facts:

@@ -15,13 +15,14 @@ import numpy as np
 
 from llmforge.base.errors import RunFailed
 from llmforge.measure import machine
+from llmforge.measure.latency import TimedModel, timed_generation
 from llmforge.metrics.latency import EngineStart
 
 _TIMEOUT_S = 1800.0
 
 
 def measure(artifact: Path, *, threads: int, batch: int, prompt_tokens: int, output_tokens: int) -> EngineStart:
-    """Load the engine in `artifact`, give `batch` prompts so many tokens, and tell what that took.
+    """Load the engine in `artifact`, give `batch` prompts so many tokens, or encode them, and tell what that took.
 
     Raises:
         RunFailed: the process ended with an error, or too late.
@@ -46,11 +47,18 @@ def run(artifact: Path, *, threads: int, batch: int, prompt_tokens: int, output_
     from llmforge.runtime.config import FILE, RuntimeConfig
     from llmforge.runtime.device.cuda import CudaDevice
     from llmforge.serving import Sampling, load
+    from llmforge.serving.encoder_runner import load_encoder
 
     config = RuntimeConfig.read(artifact / "engine" / FILE)
     device = None if config.device is None else CudaDevice()
     before = 0 if device is None else device.memory()[0]
     began = time.perf_counter()
+    if config.encoder is not None:
+        encoder = load_encoder(artifact, threads)
+        load_ms = (time.perf_counter() - began) * 1e3
+        ids = np.random.default_rng(0).integers(0, encoder.vocabulary, (batch, prompt_tokens), np.int64)
+        timed_generation(TimedModel.of_encoder(encoder, description="", load_seconds=load_ms / 1e3), ids, 0)
+        return EngineStart(load_ms=load_ms, peak_host_bytes=machine.peak_resident_bytes(), peak_device_bytes=None)
     runner = load(artifact, threads=threads)
     load_ms = (time.perf_counter() - began) * 1e3
     prompts = np.random.default_rng(0).integers(0, config.vocabulary, (batch, prompt_tokens)).tolist()

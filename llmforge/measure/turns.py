@@ -59,7 +59,9 @@ def differences(
                 pairs.append((first, second))
             done += 1
     progress(total, total)
-    return {metric.name: _difference(metric, timed) for metric in catalog.of_kind(SlowestMetric)}
+    encodes = loads[0].output_tokens == 0
+    wanted = [metric for metric in catalog.of_kind(SlowestMetric) if metric.of.is_of(encodes=encodes)]
+    return {metric.name: _difference(metric, timed) for metric in wanted}
 
 
 def _difference(metric: SlowestMetric, timed: Sequence[Pairs]) -> Estimate:

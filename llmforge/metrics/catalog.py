@@ -192,7 +192,7 @@ def _of_task(name: str) -> TaskMetric | None:
 def needed(name: str) -> str | None:
     """Name what a recipe's `validation.latency` must ask for, so that a metric is measured; None: nothing."""
     metric = named(name)
-    return metric.needs if isinstance(metric, RunMetric) else None
+    return metric.needs if isinstance(metric, RunMetric | SlowestMetric | BestMetric) else None
 
 
 def estimates(measured: Measured) -> dict[str, Estimate]:
@@ -217,7 +217,8 @@ def beside_checkpoint(measured: Measured) -> dict[str, ScoreFigures]:
 def point(prompt_tokens: int, artifact: TimedSide, baseline: TimedSide | None, conditions: Conditions) -> LatencyPoint:
     """Make every figure of one load of what was timed."""
     trial = LoadTrial(prompt_tokens, artifact, baseline, conditions)
-    figures: dict[str, Any] = {metric.name: metric.figure(trial) for metric in of_kind(PointMetric)}
+    mine = [metric for metric in of_kind(PointMetric) if metric.is_of(encodes=artifact.encodes)]
+    figures: dict[str, Any] = {metric.name: metric.figure(trial) for metric in mine}
     return LatencyPoint(
         prompt_tokens=prompt_tokens,
         batch=artifact.batch,
@@ -228,7 +229,8 @@ def point(prompt_tokens: int, artifact: TimedSide, baseline: TimedSide | None, c
 
 
 def _timing(side: TimedSide) -> Timing:
-    figures: dict[str, Any] = {metric.name: metric.figure(side) for metric in of_kind(TimingMetric)}
+    mine = [metric for metric in of_kind(TimingMetric) if metric.is_of(encodes=side.encodes)]
+    figures: dict[str, Any] = {metric.name: metric.figure(side) for metric in mine}
     return Timing(
         generations_ms=tuple(tuple(durations.tolist()) for durations in side.generations),
         energy_j=None if side.energy_j is None else tuple(side.energy_j),

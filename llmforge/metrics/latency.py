@@ -37,6 +37,11 @@ class TimedSide:
         """Tokens that one generation gives, of all its sequences."""
         return self.batch * len(self.generations[0])
 
+    @property
+    def encodes(self) -> bool:
+        """Whether texts were encoded: a run has the one time until all of them are; a generation has two or more."""
+        return len(self.generations[0]) == 1
+
 
 @dataclass(frozen=True)
 class LoadTrial:
@@ -90,7 +95,7 @@ class Timing(FiguresRecord):
 
 
 class LatencyPoint(FiguresRecord):
-    """Both sides at one load: `batch` prompts of one length, together."""
+    """Both sides at one load: `batch` prompts of one length, together; of an encoder, texts of `prompt_tokens` each."""
 
     __pydantic_extra__: dict[str, Estimate | int | float | None]
 
@@ -106,8 +111,13 @@ class LatencyPoint(FiguresRecord):
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that each sequence got."""
-        return len(self.artifact.generations_ms[0])
+        """Tokens that each sequence got; 0 where texts were encoded."""
+        return 0 if self.encodes else len(self.artifact.generations_ms[0])
+
+    @property
+    def encodes(self) -> bool:
+        """Whether texts were encoded."""
+        return len(self.artifact.generations_ms[0]) == 1
 
 
 class Footprint(ReportRecord):
@@ -209,6 +219,11 @@ class Latency(Conditions):
         """The loads of one sequence; all of them, where there is none."""
         return tuple(point for point in self.points if point.batch == 1) or self.points
 
+    @property
+    def encodes(self) -> bool:
+        """Whether texts were encoded, and no tokens generated."""
+        return self.points[0].encodes
+
 
 def first_token_ms(durations: Floats) -> float:
     """Time of a generation from handing over the prompts to the first token of each."""
@@ -247,6 +262,11 @@ def tokens_per_second(side: TimedSide) -> float:
 def throughput(side: TimedSide) -> Estimate:
     """Tokens given per second, the time of their prompts included."""
     return Estimate.median([whole_ms(each) for each in side.generations], of="repetitions").inverted(1e3 * side.tokens)
+
+
+def tokens_read(trial: LoadTrial) -> Estimate:
+    """Tokens of texts that are encoded per second."""
+    return throughput(trial.artifact).scaled(trial.prompt_tokens)
 
 
 def joules_per_token(side: TimedSide) -> Estimate | None:
@@ -311,16 +331,20 @@ def usd_per_million_tokens(trial: LoadTrial) -> Estimate | None:
     price = trial.conditions.price
     if price is None:
         return None
-    return throughput(trial.artifact).inverted(price.usd_per_hour / _HOUR_S * 1e6)
+    rate = tokens_read(trial) if trial.artifact.encodes else throughput(trial.artifact)
+    return rate.inverted(price.usd_per_hour / _HOUR_S * 1e6)
 
 
 def good_share(trial: LoadTrial) -> Estimate | None:
-    """Share of generations that meet the objective; None without one."""
+    """Share of generations that meet the objective; None without one. What encodes is bound by the whole time alone."""
     slo = trial.conditions.slo
     if slo is None:
         return None
     generations = trial.artifact.generations
-    met = [slo.meets(first_token_ms(each), later_token_ms(each), whole_ms(each)) for each in generations]
+    met = [
+        slo.meets(first_token_ms(each), later_token_ms(each) if len(each) > 1 else 0.0, whole_ms(each))
+        for each in generations
+    ]
     return Estimate.share(sum(met), len(met), of="repetitions")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -16,12 +16,25 @@ from llmforge.metrics.metric import Measured, Metric
 from llmforge.metrics.serving import Distribution, LoadFigures
 from llmforge.metrics.units import BYTES, JOULES, MILLISECONDS, PER_SECOND, SHARE, SPEEDUP, USD
 
+Needs = Literal["slo", "starts", "lengths", "output_tokens"]  # keys of a recipe's `validation.latency`
+
 
 @dataclass(frozen=True)
-class TimingMetric(Metric):
-    """A figure of each side, at each load."""
+class LoadMetric(Metric):
+    """A figure at each load, of runs that generate tokens, that encode texts, or of both."""
 
     section = "latency"
+
+    runs: Literal["generate", "encode", "both"] = field(default="generate", kw_only=True)
+
+    def is_of(self, *, encodes: bool) -> bool:
+        """Say whether runs that encode have it, or those that generate."""
+        return self.runs in ("both", "encode" if encodes else "generate")
+
+
+@dataclass(frozen=True)
+class TimingMetric(LoadMetric):
+    """A figure of each side, at each load."""
 
     figure: Callable[[TimedSide], Spread | Estimate | float | None]
     spread: bool = False  # whether `figure` is percentiles
@@ -31,10 +44,8 @@ class TimingMetric(Metric):
 
 
 @dataclass(frozen=True)
-class PointMetric(Metric):
+class PointMetric(LoadMetric):
     """A figure of the artifact, at each load."""
-
-    section = "latency"
 
     figure: Callable[[LoadTrial], Estimate | int | float | None]
 
@@ -48,6 +59,11 @@ class SlowestMetric(Metric):
 
     of: TimingMetric
     at: Literal["p50", "p95", "p99"] = "p50"
+
+    @property
+    def needs(self) -> Needs | None:
+        """What a recipe's `validation.latency` must ask for."""
+        return _needed_by(self.of)
 
     @property
     def repetitions(self) -> int:
@@ -83,6 +99,11 @@ class BestMetric(Metric):
     of: PointMetric
     of_workload: Callable[[LoadFigures, Latency], Estimate | None]
 
+    @property
+    def needs(self) -> Needs | None:
+        """What a recipe's `validation.latency` must ask for."""
+        return _needed_by(self.of)
+
     def fewest(self, samples: int) -> int | None:
         """Say how many repetitions, or runs of a workload, bounds need: it is a median of them."""
         return intervals.fewest(0.5)
@@ -111,7 +132,7 @@ class RunMetric(Metric):
     decides = True
 
     figure: Callable[[Latency], Estimate | None]
-    needs: Literal["slo", "starts"] | None = None  # what a recipe's `validation.latency` must ask for
+    needs: Needs | None = None  # what a recipe's `validation.latency` must ask for
     quantile: float | None = None  # of its samples that it is; None: a share of them
 
     def fewest(self, samples: int) -> int | None:
@@ -138,6 +159,12 @@ class WorkloadMetric(Metric):
     spread: bool = False  # whether `figure` is percentiles
 
 
+def _needed_by(of: LoadMetric) -> Needs | None:
+    """Name what a recipe must ask for so that runs have a figure; None: all have it."""
+    needed: dict[str, Needs] = {"encode": "lengths", "generate": "output_tokens"}
+    return needed.get(of.runs)
+
+
 def _decoding(point: LatencyPoint) -> tuple[str, ...]:
     rate = units.significant(point.artifact.figures["tokens_per_second"])
     return f"{_lengths(point)}: {rate} tokens/s", *_speed(point.figures["tpot_speedup"])
@@ -145,6 +172,12 @@ def _decoding(point: LatencyPoint) -> tuple[str, ...]:
 
 def _prefilling(point: LatencyPoint) -> tuple[str, ...]:
     return _lengths(point), *_speed(point.figures["ttft_speedup"])
+
+
+def _encoding(point: LatencyPoint) -> tuple[str, ...]:
+    rate = units.significant(point.figures["read_tokens_per_second"].value)
+    several = f"{point.batch} texts" if point.batch > 1 else "1 text"
+    return f"{several} of {point.prompt_tokens} tokens: {rate} tokens/s", *_speed(point.figures["batch_speedup"])
 
 
 def _lengths(point: LatencyPoint) -> str:
@@ -165,6 +198,12 @@ def _worst_share(found: Latency) -> Estimate | None:
             sent = figures.completed + figures.failed
             shares.append(Estimate.share(round(figures.good_share * sent), sent, of="requests"))
     return min((each for each in shares if isinstance(each, Estimate)), key=lambda share: share.value, default=None)
+
+
+def _worst_speedup(found: Latency) -> Estimate | None:
+    """Give the smallest speed-up of what encodes, over all loads."""
+    known = [point.figures.get("batch_speedup") for point in found.points]
+    return min((each for each in known if isinstance(each, Estimate)), key=lambda ratio: ratio.value, default=None)
 
 
 def _cost(figures: LoadFigures, found: Latency) -> Estimate | None:
@@ -217,6 +256,16 @@ END_TO_END = TimingMetric(
     meaning="time from the prompt to the last token",
 )
 
+ENCODE = TimingMetric(
+    "encode_ms", "Batch time", MILLISECONDS, "lower", partial(latency.spread, latency.whole_ms), spread=True,
+    chart=True, meaning="time until all texts of a batch are encoded", key=4, notes=_encoding, runs="encode",
+)
+
+READ_RATE = PointMetric(
+    "read_tokens_per_second", "tokens/s", PER_SECOND, "higher", latency.tokens_read, runs="encode",
+    meaning="tokens of texts encoded per second",
+)
+
 OUTPUT_RATE = PointMetric(
     "output_tokens_per_second", "output tokens/s", PER_SECOND, "higher",
     lambda trial: latency.throughput(trial.artifact),
@@ -224,8 +273,8 @@ OUTPUT_RATE = PointMetric(
 )
 
 COST = PointMetric(
-    "usd_per_million", "USD per million tokens", USD, "lower", latency.usd_per_million_tokens,
-    meaning="price of the target for the time of a million output tokens",
+    "usd_per_million", "USD per million tokens", USD, "lower", latency.usd_per_million_tokens, runs="both",
+    meaning="price of the target for the time of a million output tokens, or of texts that are encoded",
 )
 
 NOISE = RunMetric(
@@ -240,10 +289,16 @@ LATENCY: tuple[Metric, ...] = (
     TPOT,
     ITL,
     END_TO_END,
+    ENCODE,
+    TimingMetric("texts_per_second", "texts/s", PER_SECOND, "higher", latency.throughput, runs="encode"),
     TimingMetric("tokens_per_second", "tokens/s", PER_SECOND, "higher", latency.tokens_per_second),
     TimingMetric("joules_per_token", "energy per token", JOULES, "lower", latency.joules_per_token),
     PointMetric("ttft_speedup", "TTFT speed-up", SPEEDUP, "higher", partial(latency.speedup, latency.first_token_ms)),
     PointMetric("tpot_speedup", "TPOT speed-up", SPEEDUP, "higher", partial(latency.speedup, latency.later_token_ms)),
+    READ_RATE,
+    PointMetric(
+        "batch_speedup", "speed-up", SPEEDUP, "higher", partial(latency.speedup, latency.whole_ms), runs="encode"
+    ),
     OUTPUT_RATE,
     PointMetric("bytes_read_per_token", "read per step", BYTES, "lower", lambda trial: trial.bytes_read),
     PointMetric("bandwidth_utilization", "MBU", SHARE, "higher", latency.bandwidth_utilization),
@@ -251,20 +306,29 @@ LATENCY: tuple[Metric, ...] = (
         "data_sheet_bandwidth_utilization", "MBU, data sheet", SHARE, "higher",
         latency.data_sheet_bandwidth_utilization,
     ),
-    PointMetric("compute_utilization", "MFU", SHARE, "higher", latency.compute_utilization),
+    PointMetric("compute_utilization", "MFU", SHARE, "higher", latency.compute_utilization, runs="both"),
     PointMetric(
-        "data_sheet_compute_utilization", "MFU, data sheet", SHARE, "higher", latency.data_sheet_compute_utilization
+        "data_sheet_compute_utilization", "MFU, data sheet", SHARE, "higher", latency.data_sheet_compute_utilization,
+        runs="both",
     ),
-    PointMetric("good_share", "meets the SLO", SHARE, "higher", latency.good_share),
-    PointMetric("goodput_rps", "goodput/s", PER_SECOND, "higher", latency.goodput),
+    PointMetric("good_share", "meets the SLO", SHARE, "higher", latency.good_share, runs="both"),
+    PointMetric("goodput_rps", "goodput/s", PER_SECOND, "higher", latency.goodput, runs="both"),
     COST,
     *(
         SlowestMetric(
             f"{of.name.removesuffix('_ms')}_{at}_ms", f"{of.title}, {said}", MILLISECONDS, "lower", of, at,
-            meaning=f"{of.meaning}, at the slowest prompt length",
+            meaning=f"{of.meaning}, at the slowest {'length' if of is ENCODE else 'prompt length'}",
         )
-        for of in (TTFT, TPOT, ITL, END_TO_END)
+        for of in (TTFT, TPOT, ITL, END_TO_END, ENCODE)
         for at, said in _PERCENTILES.items()
+    ),
+    BestMetric(
+        "encode_tokens_per_second", "Encoding throughput", PER_SECOND, "higher", READ_RATE, lambda figures, found: None,
+        meaning="tokens of texts encoded per second, at the load that gives most",
+    ),
+    RunMetric(
+        "encode_speedup", "Encoding speed-up", SPEEDUP, "higher", _worst_speedup, "lengths", quantile=0.5,
+        meaning="baseline's time of a batch / artifact's, median, at the load where it is smallest",
     ),
     BestMetric(
         "throughput_tokens_per_second", "Throughput", PER_SECOND, "higher", OUTPUT_RATE,

@@ -6,20 +6,30 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmforge import native
+from llmforge.backends import BACKENDS
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint.encoding import Encoding
-from llmforge.targets import WORTH, Target
+from llmforge.rewrite import declared
+from llmforge.rewrite.traits import Deployment, Goal
+from llmforge.targets import Target
 
+_LINE = 110  # characters of a pass and its reason on one line
 CONTEXT = 2048  # tokens of a text, at most: longer ones are rare, and the proof reads one whole
 _TABLE = 16  # tables of positions have more rows than texts may have tokens: 514 of RoBERTa are for 512
-_BUDGET = 0.02  # nats a text, of each pass; gates decide what texts are found
+_LENGTHS, _BATCHES, _REPETITIONS = (16, 128), (1, 8), 6  # of texts that are timed: a query, a passage
 _QUERIES, _PASSAGES = 60, 300  # a model of 110 million parameters reads them in about a minute, on two cores
 
 
-def write(encoding: Encoding, settings: Mapping[str, Any], target: Target, given: Mapping[str, str]) -> str:
+def write(
+    encoding: Encoding,
+    settings: Mapping[str, Any],
+    target: Target,
+    given: Mapping[str, str],
+    goal: Goal = "latency",
+) -> str:
     """Write a recipe for a checkpoint of these `settings` that embeds or scores.
 
-    `given` has its `name`, `checkpoint` and `target`.
+    `given` has its `name`, `checkpoint` and `target`. For the goal `quality` it stays fp32.
 
     Raises:
         UnsupportedError: no engine of the target runs it.
@@ -29,10 +39,14 @@ def write(encoding: Encoding, settings: Mapping[str, Any], target: Target, given
             f"{given['name']} is {encoding.title}, and none runs on {target.name}",
             hint="embedders and rerankers are compiled for CPUs: --target local",
         )
-    return "\n".join(_lines(encoding, settings, target, given)) + "\n"
+    there = Deployment(target, BACKENDS["onnxruntime"], "fp32", goal, own_kernels=native.library() is not None)
+    return "\n".join(_lines(encoding, settings, there, given)) + "\n"
 
 
-def _lines(encoding: Encoding, settings: Mapping[str, Any], target: Target, given: Mapping[str, str]) -> Iterator[str]:
+def _lines(
+    encoding: Encoding, settings: Mapping[str, Any], there: Deployment, given: Mapping[str, str]
+) -> Iterator[str]:
+    target = there.target
     yield f"# {given['name']}, {encoding.title}, on {target.title}."
     yield "# Written by `llmforge init`; change what you like. docs/retrieval.md describes it."
     yield "schema: 1"
@@ -43,10 +57,13 @@ def _lines(encoding: Encoding, settings: Mapping[str, Any], target: Target, give
     if encoding.kind == "reranker" and _labels(encoding, settings) != 1:  # a classifier: it puts nothing in order
         yield "passes: []  # fp32: nothing measures what int8 would cost a classifier"
         return
-    yield from _passes(target)
+    yield from _passes(there)
     yield "validation:"
     yield "  # Of the queries and passages that ship with llmforge; {}: all."
     yield f"  retrieval: {{queries: {_QUERIES}, passages: {_PASSAGES}}}"
+    lengths = [min(each, _context(encoding, settings)) for each in _LENGTHS]
+    timed = f"lengths: {sorted({*lengths})}, batches: {[*_BATCHES]}, repetitions: {_REPETITIONS}"
+    yield f"  latency: {{{timed}}}  # tokens of a text, texts at once"
     yield "gates:"
     if encoding.kind == "embedder":
         yield "  retrieval.cosine_mean: {min: 0.995}"
@@ -55,20 +72,29 @@ def _lines(encoding: Encoding, settings: Mapping[str, Any], target: Target, give
     yield "  retrieval.ndcg_10: {drop_max: 0.005}"
 
 
-def _passes(target: Target) -> Iterator[str]:
-    """Choose int8 where llmforge's kernels multiply in it; else what is computed stays fp32."""
-    faster = target.speedup("int8")
-    if native.library() is None or (faster is not None and faster.times <= 1 + WORTH):
-        why = "the CPU kernels are not compiled" if native.library() is None else f"int8 does not pay: {faster}"
-        yield f"passes: []  # fp32: {why}"
-        return
-    yield "passes:"
-    yield "  - pack-qkv"
-    yield "  - pack-gate-up"
-    budget = f"budget: {{kld_mean: {_BUDGET:g}}}"
-    yield "  # Weights and activations in int8. Where the gates below fail, put fuse-norms in place of these two: fp32."
-    yield f"  - quantize-channels: {{dtype: int8, activations: per_token, smooth: false, {budget}}}"
-    yield f"  - cpu-kernels: {{{budget}}}"
+def _passes(there: Deployment) -> Iterator[str]:
+    """Write what passes propose; where none of them stores weights in fewer bits, say why."""
+    proposed = [(step.name, each) for step in declared.DECLARED for each in step.proposes_to_encode(there)]
+    stored = [name for name, each in proposed if each.stores.weights is not None]
+    if not stored:
+        yield f"# fp32: {_why_not(there)}."
+    yield "passes:" if proposed else "passes: []"
+    if stored:
+        yield "  # Where the gates below fail: `llmforge init --goal quality --force` writes a recipe in fp32."
+    for name, each in proposed:
+        line = each.line(name)
+        if each.reason and len(line) + len(each.reason) > _LINE:
+            yield f"  # {each.reason}:"
+            yield f"  - {line}"
+        else:
+            yield f"  - {line}  # {each.reason}" if each.reason else f"  - {line}"
+
+
+def _why_not(there: Deployment) -> str:
+    """Say why weights stay as they are."""
+    if not there.own_kernels:
+        return "the CPU kernels are not compiled"
+    return "the goal is quality" if there.goal == "quality" else f"int8 does not pay: {there.target.speedup('int8')}"
 
 
 def _context(encoding: Encoding, settings: Mapping[str, Any]) -> int:

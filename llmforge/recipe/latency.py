@@ -118,12 +118,23 @@ class WorkloadsSpec(Section):
 
 
 class LatencySpec(Section):
-    """Measure TTFT and TPOT of the engine and of the checkpoint, in the same run."""
+    """Measure the engine and the checkpoint in the same run: TTFT and TPOT, or the time that batches of texts take."""
+
+    newer: ClassVar[frozenset[str]] = frozenset({"prompt_tokens", "output_tokens", "lengths", "batches"})
 
     prompt_tokens: tuple[Annotated[int, Field(ge=1, le=2**24)], ...] = Field(
-        min_length=1, max_length=MOST_LENGTHS, description="prompt lengths to measure"
+        default=(), min_length=1, max_length=MOST_LENGTHS, description="prompt lengths to measure"
     )
-    output_tokens: int = Field(ge=2, le=2**24, description="tokens to generate after each prompt")
+    output_tokens: int = Field(default=0, ge=2, le=2**24, description="tokens to generate after each prompt")
+    lengths: tuple[Annotated[int, Field(ge=1, le=2**24)], ...] = Field(
+        default=(),
+        min_length=1,
+        max_length=MOST_OF_SURFACE,
+        description="of an embedder or a reranker, in place of both: tokens of the texts to encode",
+    )
+    batches: tuple[Annotated[int, Field(ge=1, le=4096)], ...] = Field(
+        default=(1,), min_length=1, max_length=MOST_OF_SURFACE, description="with lengths: numbers of texts at once"
+    )
     repetitions: int = Field(
         default=10, ge=1, le=1000, description="runs per length; an interval of the median needs at least 6"
     )
@@ -141,14 +152,40 @@ class LatencySpec(Section):
         default=0, ge=0, le=MOST_STARTS, description="starts in a process of its own, for load time and peak memory"
     )
 
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.lengths:
+            of_prompts = ("prompt_tokens", "output_tokens", "surface", "workloads")
+            given = [name for name in of_prompts if getattr(self, name)]
+            if given:
+                raise ValueError(f"lengths are of texts to encode, and {given[0]} is of prompts; expected one of both")
+            if self.slo is not None and (self.slo.ttft_ms is not None or self.slo.tpot_ms is not None):
+                raise ValueError("an embedder or a reranker gives no tokens: its slo has latency_ms alone")
+        elif not self.prompt_tokens or not self.output_tokens:
+            raise ValueError(
+                "latency needs `prompt_tokens` and `output_tokens`, or, of an embedder or a reranker, `lengths`"
+            )
+        elif self.batches != (1,):
+            raise ValueError("batches are of `lengths`; of prompts write `surface: {batches: …}`")
+        return self
+
+    @property
+    def encodes(self) -> bool:
+        """Whether texts are encoded, and no tokens generated."""
+        return bool(self.lengths)
+
     @property
     def trace(self) -> TraceSpec | None:
         """The arrivals to replay, if there are some."""
         return None if self.workloads is None else self.workloads.trace
 
     def too_long(self, longest: int) -> Iterator[Contradiction]:
-        """Find prompts that leave the `longest` text of the engine no room for their answer."""
-        if max(self.prompt_tokens) + self.output_tokens > longest:
+        """Find prompts that leave the `longest` text of the engine no room for their answer, and texts beyond it."""
+        if self.lengths:
+            if max(self.lengths) > longest:
+                what = f"texts of {max(self.lengths)} tokens exceed engine.max_context, {longest}"
+                yield Contradiction(("lengths",), what)
+        elif max(self.prompt_tokens) + self.output_tokens > longest:
             what = f"{max(self.prompt_tokens)} prompt tokens and {self.output_tokens} output tokens exceed"
             yield Contradiction(("prompt_tokens",), f"{what} engine.max_context, {longest}")
 

@@ -65,7 +65,11 @@ class ValidationSpec(Section):
         if self.latency is not None:
             yield from (each.inside("latency") for each in self.latency.too_long(longest))
         if self.attribution and self.quality is None:
-            yield Contradiction(("attribution",), "there is no text to measure it on", _ADD_QUALITY)
+            what, hint = "there is no text to measure it on", _ADD_QUALITY
+            if self.retrieval is not None:
+                what = "is of language models: of an embedder or a reranker, each lossy pass is measured by its budget"
+                hint = "leave it out"
+            yield Contradiction(("attribution",), what, hint)
         if self.runtimes and self.quality is None:
             yield Contradiction(("runtimes",), "there is no text to answer", _ADD_QUALITY)
         if self.runtimes and longest < PROMPT_AND_ANSWER:

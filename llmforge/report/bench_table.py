@@ -12,17 +12,22 @@ from llmforge.measure.load import BenchReport, LoadPoint
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.serving import Distribution
 
+_OF_TOKENS = ["load", "prompt", "output", "TTFT p50", "p95", "p99", "TPOT p50", "ITL p95", "p99", "latency p50", "p99"]
+
 
 def table(report: BenchReport) -> Group:
     """Show a report: a line per point, medians with their bounds where they have some."""
     goodput = report.objective is not None
-    columns = ["load", "prompt", "output", "TTFT p50", "p95", "p99", "TPOT p50", "ITL p95", "p99", "latency p50", "p99"]
-    columns += ["tok/s", "req/s", *(["goodput/s"] if goodput else []), "MBU", "failed"]
+    encodes = any(point.texts is not None for point in report.points)
+    columns = ["load", "texts", "tokens", "latency p50", "p95", "p99", "tok/s", "texts/s", "req/s"]
+    columns += [*(["goodput/s"] if goodput else []), "failed"]
+    if not encodes:
+        columns = [*_OF_TOKENS, "tok/s", "req/s", *(["goodput/s"] if goodput else []), "MBU", "failed"]
     shown = Table(*columns, title=report.subject, title_justify="left", box=None, pad_edge=False)
     for column in shown.columns[1:]:
         column.justify = "right"
     for point in report.points:
-        shown.add_row(*_row(point))
+        shown.add_row(*(_row(point) if point.texts is None else _encoded(point, point.texts)))
     notes = [*report.notes, f"{report.workload}; times in ms, medians with 95 % confidence intervals"]
     if goodput:
         notes.append(f"goodput: requests per second that meet {report.objective}")
@@ -41,15 +46,31 @@ def table(report: BenchReport) -> Group:
     return Group(shown, *(Text(note, style="dim") for note in notes))
 
 
+def _load(point: LoadPoint) -> str:
+    if point.concurrency is not None:
+        return f"{point.concurrency} in flight"
+    return "trace" if point.rate is None else f"{point.rate:g}/s"
+
+
+def _encoded(point: LoadPoint, texts: int) -> list[str]:
+    measured = point.figures
+    return [
+        _load(point),
+        str(texts),
+        "-" if point.prompt_tokens is None else str(point.prompt_tokens),
+        *_percentiles(measured.latency_ms, "p50", "p95", "p99"),
+        _estimate(measured.total_tokens_per_second),
+        _estimate(measured.requests_per_second.scaled(texts)),
+        _estimate(measured.requests_per_second),
+        *([] if measured.goodput_rps is None else [_number(measured.goodput_rps.value)]),
+        str(measured.failed),
+    ]
+
+
 def _row(point: LoadPoint) -> list[str]:
     measured = point.figures
-    load = "trace"
-    if point.concurrency is not None:
-        load = f"{point.concurrency} in flight"
-    elif point.rate is not None:
-        load = f"{point.rate:g}/s"
     return [
-        load,
+        _load(point),
         "-" if point.prompt_tokens is None else str(point.prompt_tokens),
         "-" if point.output_tokens is None else str(point.output_tokens),
         *_percentiles(measured.ttft_ms, "p50", "p95", "p99"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llmforge.metrics import catalog, latency_metrics, units
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Latency, LatencyPoint, Spread
-from llmforge.metrics.latency_metrics import TimingMetric
+from llmforge.metrics.latency_metrics import PointMetric, TimingMetric
 from llmforge.metrics.metric import Metric
 from llmforge.report import view
 from llmforge.report.drawing import Mark, Scale
@@ -37,7 +37,7 @@ def bars(measured: Latency) -> dict[str, list[LatencyBar]]:
     found = {}
     alone = single(measured)
     loads = view.loads(alone).rows
-    for metric in drawn():
+    for metric in drawn(measured):
         spreads: list[tuple[tuple[str, ...], str, Spread]] = [
             (load, side, timing.figures[metric.name])
             for point, load in zip(alone.points, loads, strict=True)
@@ -51,9 +51,15 @@ def bars(measured: Latency) -> dict[str, list[LatencyBar]]:
     return found
 
 
-def drawn() -> list[TimingMetric]:
-    """List the durations of the catalog that have a chart."""
-    return [metric for metric in catalog.of_kind(TimingMetric) if metric.chart]
+def drawn(measured: Latency) -> list[TimingMetric]:
+    """List the durations of the catalog that have a chart, and that such runs have."""
+    timed = catalog.of_kind(TimingMetric)
+    return [metric for metric in timed if metric.chart and metric.is_of(encodes=measured.encodes)]
+
+
+def _rate_of(measured: Latency) -> PointMetric:
+    """Choose the rate that stands for a load: tokens given a second, or tokens of texts encoded."""
+    return latency_metrics.READ_RATE if measured.encodes else latency_metrics.OUTPUT_RATE
 
 
 def single(measured: Latency) -> Latency:
@@ -89,10 +95,10 @@ def surfaces(measured: Latency) -> list[Surface]:
     batches, prompts = _axes(points)
     if len(batches) < 2 or len(prompts) < 2:
         return []
-    rate = latency_metrics.OUTPUT_RATE
+    rate = _rate_of(measured)
     found = [
         _surface(metric, {_at(point): point.artifact.figures[metric.name].p50 for point in points}, ", median")
-        for metric in drawn()
+        for metric in drawn(measured)
     ]
     return [*found, _surface(rate, {_at(point): point.figures[rate.name] for point in points})]
 
@@ -175,20 +181,26 @@ def over_load(measured: Latency) -> list[Diagram]:
         for title, metric, floor, bound in (
             ("Time per output token (TPOT), median", latency_metrics.TPOT, _step_floor, _MEMORY),
             ("Time to first token (TTFT), median", latency_metrics.TTFT, _prompt_floor, _COMPUTE),
+            ("Time of a batch, median", latency_metrics.ENCODE, _prompt_floor, _COMPUTE),
         ):
-            series = _durations(metric, floor, bound, measured, points)
-            found.append(_diagram(title, "ms", "prompt tokens", prompts, series, bound=bound, logarithmic=True))
+            if metric.is_of(encodes=measured.encodes):
+                series = _durations(metric, floor, bound, measured, points)
+                axis = view.length_title(measured)
+                found.append(_diagram(title, "ms", axis, prompts, series, bound=bound, logarithmic=True))
     if len(batches) > 1:
-        rate = latency_metrics.OUTPUT_RATE.name
+        rate, of = _rate_of(measured).name, "texts" if measured.encodes else "prompts"
         rates = [
             _Series(
-                f"{prompt}-token prompts",
+                f"{prompt}-token {of}",
                 style,
                 {point.batch: point.figures[rate].value for point in points if point.prompt_tokens == prompt},
             )
             for style, prompt in enumerate(_spread_out(prompts))
         ]
-        found.append(_diagram("Output tokens per second", "tokens/s", "sequences at once", batches, rates))
+        title, axis = "Output tokens per second", "sequences at once"
+        if measured.encodes:
+            title, axis = "Tokens encoded per second", "texts at once"
+        found.append(_diagram(title, "tokens/s", axis, batches, rates))
     return found
 
 
@@ -203,7 +215,8 @@ def _durations(
     found = []
     for style, batch in enumerate(_spread_out(_axes(points)[0])):
         own = [point for point in points if point.batch == batch]
-        label = "1 sequence" if batch == 1 else f"{batch} sequences"
+        one = "text" if measured.encodes else "sequence"
+        label = f"1 {one}" if batch == 1 else f"{batch} {one}s"
         medians = {point.prompt_tokens: point.artifact.figures[metric.name].p50.value for point in own}
         found.append(_Series(label, style, medians))
         floors = {point.prompt_tokens: least for point in own if (least := floor(measured, point)) is not None}

@@ -125,21 +125,7 @@ def _latency(measured: Latency | None) -> Iterator[RenderableType]:
     if measured is None:
         return
     if len(measured.points) > _LOADS_AT_THE_TOP:
-        loads = view.loads(measured)
-        shown = Table(*loads.lead, "TTFT", "p95", "TPOT", "p95", "tokens/s", "MBU", box=None, pad_edge=False)
-        for point, load in zip(measured.points, loads.rows, strict=True):
-            figures = point.artifact.figures
-            durations = [figures[name] for name in (latency_metrics.TTFT.name, latency_metrics.TPOT.name)]
-            mbu = point.figures["bandwidth_utilization"]
-            shown.add_row(
-                *load,
-                *(units.ms(each.value) for duration in durations for each in (duration.p50, duration.p95)),
-                units.significant(point.figures[latency_metrics.OUTPUT_RATE.name].value),
-                "–" if mbu is None else units.percent(mbu),
-            )
-        for column in shown.columns:
-            column.justify = "right"
-        yield shown
+        yield _encoded(measured) if measured.encodes else _generated(measured)
     for workload in measured.workloads:
         made = workload.figures
         parts = [
@@ -159,6 +145,46 @@ def _latency(measured: Latency | None) -> Iterator[RenderableType]:
             f"note: the machine was noisy: the slowest 5 % of one computation took {noise.value:.0%} longer than usual"
         )
         yield Text(told, "yellow")
+
+
+def _generated(measured: Latency) -> Table:
+    """Write the durations and rates of every load."""
+    loads = view.loads(measured)
+    shown = Table(*loads.lead, "TTFT", "p95", "TPOT", "p95", "tokens/s", "MBU", box=None, pad_edge=False)
+    for point, load in zip(measured.points, loads.rows, strict=True):
+        figures = point.artifact.figures
+        durations = [figures[name] for name in (latency_metrics.TTFT.name, latency_metrics.TPOT.name)]
+        mbu = point.figures["bandwidth_utilization"]
+        shown.add_row(
+            *load,
+            *(units.ms(each.value) for duration in durations for each in (duration.p50, duration.p95)),
+            units.significant(point.figures[latency_metrics.OUTPUT_RATE.name].value),
+            "–" if mbu is None else units.percent(mbu),
+        )
+    return _to_the_right(shown)
+
+
+def _encoded(measured: Latency) -> Table:
+    """Write the time of a batch and the rates of every load."""
+    loads = view.loads(measured)
+    shown = Table(*loads.lead, "batch", "p95", "texts/s", "tokens/s", "baseline speed", box=None, pad_edge=False)
+    for point, load in zip(measured.points, loads.rows, strict=True):
+        figures, faster = point.artifact.figures, point.figures["batch_speedup"]
+        took = figures[latency_metrics.ENCODE.name]
+        rates = figures["texts_per_second"], point.figures[latency_metrics.READ_RATE.name]
+        shown.add_row(
+            *load,
+            *(units.ms(each.value) for each in (took.p50, took.p95)),
+            *(units.significant(rate.value) for rate in rates),
+            "–" if faster is None else units.times(faster.value),
+        )
+    return _to_the_right(shown)
+
+
+def _to_the_right(table: Table) -> Table:
+    for column in table.columns:
+        column.justify = "right"
+    return table
 
 
 def _render(

@@ -82,9 +82,10 @@ def _gains(report: Report) -> str:
     parts = [f"{units.percent(report.engine.size_bytes / report.checkpoint.size_bytes)} of the checkpoint's size"]
     if report.latency is not None:
         point = view.key_load(report.latency)
-        faster = point.figures.get("tpot_speedup")
+        faster = point.figures.get("batch_speedup" if point.encodes else "tpot_speedup")
         if faster is not None:
-            parts.append(f"{units.times(view.value(faster))} the speed of the baseline in decoding")
+            doing = "encoding" if point.encodes else "decoding"
+            parts.append(f"{units.times(view.value(faster))} the speed of the baseline in {doing}")
     if report.quality is not None:
         for name in ("perplexity_ratio", "top1_agreement"):
             if name in report.quality.figures:
@@ -121,6 +122,7 @@ def _titles(report: Report, section: str) -> tuple[str, str]:
         return "Quality", f"{units.count(report.quality.documents)} documents, beside the checkpoint"
     assert report.latency is not None
     point = view.key_load(report.latency)
-    alone = "one sequence at a time" if point.batch == 1 else f"{point.batch} sequences at once"
+    one = "text" if point.encodes else "sequence"
+    alone = f"one {one} at a time" if point.batch == 1 else f"{point.batch} {one}s at once"
     beside = "" if point.baseline is None else ", beside transformers"
     return "Speed", f"{alone}, medians{beside}"

@@ -358,19 +358,26 @@ def how_long(quality: Quality, document: str) -> tuple[str, str]:
 def loads(latency: Latency) -> FigureTable:
     """Name every load by what sets it apart: prompt tokens, and where they differ sequences and output tokens."""
     points = latency.points
+    length = length_title(latency)
     columns = {
-        "sequences": [point.batch for point in points],
-        "prompt tokens": [point.prompt_tokens for point in points],
+        "texts" if latency.encodes else "sequences": [point.batch for point in points],
+        length: [point.prompt_tokens for point in points],
         "output tokens": [point.output_tokens for point in points],
     }
-    lead = tuple(title for title, values in columns.items() if title == "prompt tokens" or len(set(values)) > 1)
+    lead = tuple(title for title, values in columns.items() if title == length or len(set(values)) > 1)
     rows = [tuple(str(columns[title][at]) for title in lead) for at in range(len(points))]
     return FigureTable((), rows, lead)
 
 
+def length_title(latency: Latency) -> str:
+    """Say what lengths of loads are of."""
+    return "tokens of a text" if latency.encodes else "prompt tokens"
+
+
 def timing_table(latency: Latency, *, charts: bool) -> FigureTable:
     """Write every duration and rate of each side at each load; those that have a chart, if wanted."""
-    timed = [metric for metric in catalog.of_kind(TimingMetric) if charts or not metric.chart]
+    mine = [metric for metric in catalog.of_kind(TimingMetric) if metric.is_of(encodes=latency.encodes)]
+    timed = [metric for metric in mine if charts or not metric.chart]
     head = [title for m in timed for title in ((f"{m.title} p50", "p95", "p99") if m.spread else (m.title,))]
     rows, named = [], loads(latency)
     for point, load in zip(latency.points, named.rows, strict=True):
@@ -433,9 +440,10 @@ def how_measured(latency: Latency) -> str:
     beside = ""
     if latency.baseline is not None:
         beside = f"{' in' if turns == counts else f', {_range(turns)} of them in'} turns with the baseline"
+    one = "text" if latency.encodes else "sequence"
     parts = [
-        f"{len(single)} loads of one sequence, {several} of several" if several else "one sequence at a time",
-        f"{_range(outputs)} output tokens",
+        f"{len(single)} loads of one {one}, {several} of several" if several else f"one {one} at a time",
+        "random token ids" if latency.encodes else f"{_range(outputs)} output tokens",
         f"{_range(counts)} repetitions{beside}",
         f"{latency.threads} threads",
     ]
@@ -455,7 +463,10 @@ def latency_facts(latency: Latency) -> list[tuple[str, str]]:
         f"{units.size(footprint.weight_bytes_per_token)} of weights, and {units.size(footprint.kv_bytes_per_token)} of "
         "KV cache for each sequence and token of context"
     )
-    found.append(("a decode step reads", text))
+    if latency.encodes:
+        found.append(("a batch reads", f"{units.size(footprint.weight_bytes_per_token)} of weights"))
+    else:
+        found.append(("a decode step reads", text))
     if (bandwidth := latency.bandwidth) is not None:
         text = (
             f"{units.size(bandwidth.working_set_bytes_per_second)}/s ({bandwidth.probe}, {bandwidth.threads} threads, "
@@ -474,7 +485,8 @@ def latency_facts(latency: Latency) -> list[tuple[str, str]]:
         parts += [f"{dtype} {_rate(rate)}" for dtype, rate in sheet.operations_per_second.items()]
         found.append(("data sheet", f"{sheet.target}: {', '.join(parts)} ({sheet.source})"))
     if latency.slo is not None:
-        bounds = {"TTFT": latency.slo.ttft_ms, "TPOT": latency.slo.tpot_ms, "end to end": latency.slo.latency_ms}
+        whole = "a batch" if latency.encodes else "end to end"
+        bounds = {"TTFT": latency.slo.ttft_ms, "TPOT": latency.slo.tpot_ms, whole: latency.slo.latency_ms}
         found.append(("SLO", ", ".join(f"{name} ≤ {bound:g} ms" for name, bound in bounds.items() if bound)))
     if latency.price is not None:
         found.append(

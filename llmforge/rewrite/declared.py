@@ -13,6 +13,7 @@ from llmforge.quantization.formats import ROTATED8_KV
 from llmforge.rewrite import weight_proposals
 from llmforge.rewrite.traits import Codes, Deployment, FewerKernels, OwnKernels, Prediction, Proposal, Storage, Traits
 
+TEXT_KLD = 0.02  # nats a text that budgets of what embeds or scores allow; gates decide what texts are found
 UNKNOWN_KLD = 0.02  # nats a token that budgets of the cache and the kernels allow where nothing was measured
 JUDGED: tuple[Dtype, ...] = ("int8", "fp8")  # dtypes of channels
 
@@ -35,6 +36,16 @@ class SavesKernels(Traits):
             yield Proposal(change=cls.name)
 
 
+class PacksProducts(SavesKernels):
+    """Traits of a pass that makes one product of several, which pays for texts of any length, too."""
+
+    @classmethod
+    def proposes_to_encode(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose it where our kernels read what it writes."""
+        if there.own_kernels:
+            yield Proposal(reason=cls.saves.what)
+
+
 class FuseNormsTraits(SavesKernels):
     """Traits of `fuse-norms`."""
 
@@ -42,15 +53,21 @@ class FuseNormsTraits(SavesKernels):
     saves = FewerKernels(2, "one kernel for an Add and a norm, twice per layer")
     in_onnxruntime_alone = True
 
+    @classmethod
+    def proposes_to_encode(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose it in fp32: of layers in int8, our kernels take the sum and the norm into the product."""
+        if there.own_kernels and not there.encodes_in_int8:
+            yield Proposal(reason=cls.saves.what)
 
-class PackQkvTraits(SavesKernels):
+
+class PackQkvTraits(PacksProducts):
     """Traits of `pack-qkv`."""
 
     name: ClassVar[str] = "pack-qkv"
     saves = FewerKernels(2, "one matmul instead of three")
 
 
-class PackGateUpTraits(SavesKernels):
+class PackGateUpTraits(PacksProducts):
     """Traits of `pack-gate-up`."""
 
     name: ClassVar[str] = "pack-gate-up"
@@ -125,6 +142,18 @@ class QuantizeChannelsTraits(Traits):
                 cls._of_servers,
                 reason="fp8 by fp8 has twice the rate of 16 bits, which 4-bit codes are multiplied in",
                 near_lossless=True,
+                bits=8,
+            )
+
+    @classmethod
+    def proposes_to_encode(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose int8 by int8; outliers stay where they are, for norms of encoders have other readers."""
+        if there.encodes_in_int8:
+            yield Proposal(
+                "dtype: int8, activations: per_token, smooth: false, {budget}",
+                TEXT_KLD,
+                Storage(weights="int8", product="int8", block=0),
+                reason="weights and activations in int8",
                 bits=8,
             )
 
@@ -229,6 +258,12 @@ class CpuKernelsTraits(Traits):
             options = "{budget}" if there.own_kernels else "{budget}, fallback: onnxruntime"
             reason = "llmforge's own kernels"
             yield Proposal(options, UNKNOWN_KLD, reason=reason, adds=lambda costs: 0.0, rerounds=True)
+
+    @classmethod
+    def proposes_to_encode(cls, there: Deployment) -> Iterable[Proposal]:
+        """Propose it for layers in int8."""
+        if there.encodes_in_int8:
+            yield Proposal("{budget}", TEXT_KLD, reason="llmforge's own kernels", rerounds=True)
 
 
 DECLARED: tuple[type[Traits], ...] = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmforge.backends.record import BackendRecord, Dtype, StoredDtype
 from llmforge.quantization.formats import KvFormat
-from llmforge.targets import Target
+from llmforge.targets import WORTH, Target
 
 if TYPE_CHECKING:
     from llmforge.quantization.costs import ModelFormats, ProbedCosts
@@ -66,6 +66,12 @@ class Deployment:
     def on_cpu(self) -> bool:
         """Whether the target is a CPU."""
         return self.target.kind == "cpu"
+
+    @property
+    def encodes_in_int8(self) -> bool:
+        """Whether an embedder or a reranker is to be stored and multiplied in int8: our kernels do, and it pays."""
+        faster = self.target.speedup("int8")
+        return self.own_kernels and self.goal != "quality" and (faster is None or faster.times > 1 + WORTH)
 
     @property
     def in_onnxruntime(self) -> bool:
@@ -179,4 +185,9 @@ class Traits:
     @classmethod
     def proposes(cls, there: Deployment) -> Iterable[Proposal]:
         """List the ways to use it that `init` chooses from."""
+        return ()
+
+    @classmethod
+    def proposes_to_encode(cls, there: Deployment) -> Iterable[Proposal]:
+        """List the ways to use it that `init` writes for an embedder or a reranker, each of them."""
         return ()

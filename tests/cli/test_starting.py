@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,14 @@ from tokenizers import Tokenizer
 
 from llmforge import recipes, targets
 from llmforge.base import extras
-from llmforge.base.errors import CheckpointError, UnsupportedError
+from llmforge.base.errors import (
+    BudgetExceeded,
+    CheckpointError,
+    ForgeError,
+    GateFailed,
+    GateInconclusive,
+    UnsupportedError,
+)
 from llmforge.calibration import probe
 from llmforge.checkpoint import documents
 from llmforge.cli import cli, planning, starting
@@ -342,6 +350,46 @@ def test_up_builds_and_serves(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert (given["artifact"] / "manifest.json").is_file()
     assert given["port"] == 0
     assert given["host"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        GateFailed("a gate failed"),
+        GateInconclusive("undecided"),
+        BudgetExceeded(["a budget"], settings=(), hint="more"),
+    ],
+    ids=["failed", "inconclusive", "budget"],
+)
+def test_up_serves_an_embedder_in_fp32_where_int8_does_not_pass(
+    home: Path, monkeypatch: pytest.MonkeyPatch, error: ForgeError
+) -> None:
+    built: list[list[str]] = []
+    served: list[dict[str, Any]] = []
+    newest = SimpleNamespace(path=home / "artifacts" / "v")
+    monkeypatch.setattr("llmforge.artifact.versions.listed", lambda out, name: [newest])
+    monkeypatch.setattr(starting.serving.serve, "callback", lambda **given: served.append(given))
+
+    def build(recipe: Path, **given: Any) -> None:
+        built.append([each.name for each in Recipe.load(recipe).passes])
+        if "quantize-channels" in built[-1]:
+            raise error
+
+    monkeypatch.setattr(starting.building.build, "callback", build)
+    (home / "artifacts" / "v").mkdir(parents=True)
+    result = invoke("up", SAMPLE.parent / "docs-embedder-1m")
+    assert result.exit_code == 0, result.stderr
+    lossless = ["fuse-norms", "pack-qkv", "pack-gate-up"]
+    assert built == [["pack-qkv", "pack-gate-up", "quantize-channels", "cpu-kernels"], lossless]
+    assert f"{error.message}\nnot served; wrote docs-embedder-1m.yaml again, in fp32" in result.stderr
+    assert len(served) == 1
+    assert [each.name for each in Recipe.load(home / "docs-embedder-1m.yaml").passes] == lossless
+    # A recipe that was there is used as it is.
+    assert invoke("init", SAMPLE.parent / "docs-embedder-1m", "--force").exit_code == 0
+    again = invoke("up", SAMPLE.parent / "docs-embedder-1m")
+    assert again.exit_code == type(error).exit_code
+    assert error.message in again.stderr
+    assert (len(built), len(served)) == (3, 1)
 
 
 def test_a_recipe_that_ships_is_copied(home: Path) -> None:

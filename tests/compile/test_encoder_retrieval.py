@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import base64
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from starlette.testclient import TestClient
 
 import llmforge
 from llmforge.base.errors import BudgetExceeded, UsageError
 from llmforge.checkpoint import Checkpoint
+from llmforge.cli import cli
 from llmforge.gates import records
 from llmforge.gates.decision import Verdict
 from llmforge.measure.encoder_baseline import CheckpointEncoder
@@ -29,6 +32,7 @@ engine: {{backend: onnxruntime, max_context: 256, threads: 1}}
 passes: []
 validation:
   retrieval: {{queries: 60, passages: 300}}
+  latency: {{lengths: [8, 32], batches: [1, 3], repetitions: 6, starts: 1}}
 gates:
   retrieval.cosine_mean: {{min: 0.995}}
   retrieval.ndcg_10: {{drop_max: 0.005}}
@@ -45,6 +49,7 @@ def test_an_embedder_is_built_measured_loaded_and_served(tmp_path: Path) -> None
     assert retrieval.kind == "embedder"
     assert retrieval.metrics["retrieval.cosine_p01"].artifact.value > 0.99999
     assert retrieval.metrics["retrieval.ndcg_10"].artifact.value > 0.4
+    assert_timed(built.path)
     made = model.embed(TEXTS)
     theirs = CheckpointEncoder(Checkpoint.open(SAMPLE), model.encoder.config, threads=1)
     np.testing.assert_allclose(made, theirs.encode([each.ids for each in model.encoder.texts(TEXTS)]), atol=1e-5)
@@ -55,6 +60,27 @@ def test_an_embedder_is_built_measured_loaded_and_served(tmp_path: Path) -> None
         data = client.post("/v1/embeddings", json={"input": TEXTS, "encoding_format": "base64"}).json()["data"]
     rows = [np.frombuffer(base64.b64decode(each["embedding"]), "<f4") for each in data]
     np.testing.assert_allclose(np.stack(rows), made, atol=1e-6)
+
+
+def assert_timed(path: Path) -> None:
+    """Hold that batches were timed beside the checkpoint, are timed again, and that loads are sent."""
+    report = records.read(llmforge.load(path).artifact)
+    assert report.latency is not None
+    assert [(each.batch, each.prompt_tokens) for each in report.latency.points] == [(1, 8), (1, 32), (3, 8), (3, 32)]
+    assert all(len(point.baseline.generations_ms) == 6 for point in report.latency.points if point.baseline)
+    assert report.latency.footprint.multiply_adds_per_token
+    (start,) = report.latency.starts
+    assert start.peak_host_bytes > 2**20
+    again = CliRunner().invoke(cli, ["validate", str(path), "--json", "-q"])
+    assert again.exit_code == 0, again.output
+    assert json.loads(again.stdout)["report"]["latency"]["points"][0]["artifact"]["encode_ms"]["p50"]["samples"] == 6
+    refused = CliRunner().invoke(cli, ["bench", str(path), "--texts", "2", "--prompt-tokens", "300", "-q"])
+    assert refused.exit_code == 2
+    assert "texts of 300 tokens; this artifact reads at most 256" in refused.output
+    sent = CliRunner().invoke(cli, ["bench", str(path), "--texts", "2", "--requests", "6", "--json", "-q"])
+    assert sent.exit_code == 0, sent.output
+    (first, _) = json.loads(sent.stdout)["points"]
+    assert (first["texts"], first["figures"]["completed"], first["figures"]["prompt_tokens"]) == (2, 6, 6 * 2 * 128)
 
 
 def test_an_embedder_in_int8_passes_the_gates_and_a_budget_is_held(tmp_path: Path) -> None:

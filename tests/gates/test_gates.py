@@ -125,7 +125,7 @@ def test_every_metric_that_a_gate_names_is_measured() -> None:
         "usd_per_million_tokens", "goodput_share", "load_ms", "peak_host_bytes", "peak_device_bytes", "machine_noise",
     }  # fmt: skip
     # Of chats, where it is known what ends a text, and of answers that the baseline wrote out: tests/measure.
-    elsewhere = ("answer_", "eos_shift_", "greedy_ends_", "greedy_length_")
+    elsewhere = ("answer_", "eos_shift_", "greedy_ends_", "greedy_length_", "encode_")
     asked_for |= {name for name in catalog.deciding() if name.startswith(elsewhere)}
     asked_for |= {name for name in catalog.deciding() if name.startswith("runtime.")}  # tests/metrics/test_agreement.py
     asked_for |= {name for name in catalog.deciding() if name.startswith("behaviour.")}  # tests/metrics/behaviour

@@ -13,7 +13,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from llmforge import passes, targets
-from llmforge.planning import render, request, starting
+from llmforge.checkpoint.encoding import Encoding
+from llmforge.planning import encoders, render, request, starting
 from llmforge.planning.render import Planned
 from llmforge.planning.request import PlanRequest
 from llmforge.recipe import Recipe
@@ -45,6 +46,10 @@ class ToyWeights(Pass):
     def proposes(cls, there: Deployment) -> Iterable[Proposal]:
         stores, change = Storage(weights="int4", product="int8", block=0), "toy-weights, strength: 3"
         yield Proposal("strength: 3, {budget}", 0.02, stores, change, bits=2)
+
+    @classmethod
+    def proposes_to_encode(cls, there: Deployment) -> Iterable[Proposal]:
+        yield Proposal("strength: 2, {budget}", 0.01, Storage(weights="int4", block=0), reason="for texts")
 
     def stores(self, stored: object) -> Storage:
         return Storage(weights="int4", product="int8", block=0)
@@ -104,8 +109,17 @@ def test_init_proposes_it_and_plan_reads_the_recipe(checkpoint: Path) -> None:
     assert (made.plan.scheme.weights, made.plan.scheme.product) == ("int4", "int8")
 
 
+def test_init_proposes_it_to_an_embedder(checkpoint: Path) -> None:
+    given = {"name": "m", "checkpoint": "bert", "target": "cpu-avx2"}
+    text = encoders.write(Encoding("embedder"), {}, targets.load("cpu-avx2"), given)
+    assert "  - toy-weights: {strength: 2, budget: {kld_mean: 0.01}}  # for texts\n" in text
+    path = checkpoint.parent / "recipe.yaml"
+    path.write_text(text)
+    assert [step.name for step in Recipe.load(path).instantiate(passes.ALL)][-1] == "toy-weights"
+
+
 def test_what_a_shipped_pass_declares_is_read_by_plan_and_init() -> None:
-    told = ("predicts", "proposes", "writes_codes")
+    told = ("predicts", "proposes", "proposes_to_encode", "writes_codes")
     declaring = [step for step in passes.ALL if any(name in base.__dict__ for name in told for base in _own(step))]
     assert [step.name for step in declaring] == [each.name for each in declared.DECLARED]
     assert all(issubclass(step, each) for step, each in zip(declaring, declared.DECLARED, strict=True))

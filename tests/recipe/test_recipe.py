@@ -171,6 +171,16 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
      "than engine.max_context, 256", None),
     ("output_tokens: 16}", "output_tokens: 16, workloads: {shared_prefix: {prefix_tokens: 250, prompt_tokens: 8}}}",
      "13:70", "validation.latency.workloads.shared_prefix: its longest request has 322 tokens", None),
+    ("prompt_tokens: [32, 128], output_tokens: 16", "prompt_tokens: [32]", "13:3", "validation.latency: latency needs "
+     "`prompt_tokens` and `output_tokens`, or, of an embedder or a reranker, `lengths`", None),
+    ("prompt_tokens: [32, 128], output_tokens: 16", "lengths: [16, 300]", "13:13", "validation.latency.lengths: texts "
+     "of 300 tokens exceed engine.max_context, ", None),
+    ("prompt_tokens: [32, 128], output_tokens: 16", "lengths: [16], output_tokens: 16", "13:3", "validation.latency: "
+     "lengths are of texts to encode, and output_tokens is of prompts; expected one of both", None),
+    ("output_tokens: 16}", "output_tokens: 16, batches: [2]}", "13:3", "validation.latency: batches are of `lengths`; "
+     "of prompts write `surface: {batches: …}`", None),
+    ("prompt_tokens: [32, 128], output_tokens: 16", "lengths: [16], slo: {ttft_ms: 5}", "13:3", "validation.latency: "
+     "an embedder or a reranker gives no tokens: its slo has latency_ms alone", None),
     ("output_tokens: 16}", "output_tokens: 16, slo: {}}", "13:58", "validation.latency.slo: an SLO needs `ttft_ms`, "
      "`tpot_ms` or `latency_ms`", None),
     ("kld_mean: {max: 0.03}", "goodput_share: {min: 0.9}", "15:3", "gates.goodput_share: it would not be measured",

@@ -77,17 +77,25 @@ def planned(checkpoint: Checkpoint, model: ir.Model, demands: Sequence[Demand]) 
 
 
 def _check_encoder(state: CompileState) -> None:
-    """Return if the recipe asks nothing of an encoder that language models alone have.
+    """Return if the recipe asks nothing of an encoder that language models alone have, nor the other way.
 
     Raises:
         UnsupportedError: engines and measurements of tokens are not for what embeds or scores.
     """
     recipe, encoding = state.recipe, state.checkpoint.encoding
+    spec = recipe.validation
+    encodes = spec.latency is not None and spec.latency.encodes
+    if encoding is None and encodes:
+        raise UnsupportedError(
+            f"{state.checkpoint.name} predicts tokens, and validation.latency.lengths are of texts to encode",
+            hint="write `prompt_tokens` and `output_tokens` in their place",
+        )
     if encoding is None:
         return
-    spec = recipe.validation
-    asked = [name for name in ("quality", "latency", "tasks", "behaviour") if getattr(spec, name) is not None]
+    asked = [name for name in ("quality", "tasks", "behaviour") if getattr(spec, name) is not None]
     what = [f"validation.{name}" for name in asked]
+    if spec.latency is not None and not encodes:
+        what.append("validation.latency of prompts and output tokens (write lengths and batches)")
     what += [f"retreat of {step.name}" for step in state.steps if step.may_retreat is not None]
     what += [f"serving.{name}" for name in recipe.serving.of_language_models()]
     if recipe.engine.backend != "onnxruntime" or recipe.engine.tensor_parallel > 1 or state.target.kind != "cpu":
@@ -95,7 +103,7 @@ def _check_encoder(state: CompileState) -> None:
     if what:
         raise UnsupportedError(
             f"{state.checkpoint.name} is {encoding.title}, of which llmforge does not support: {', '.join(what)}",
-            hint="an encoder is built for ONNX Runtime on one CPU; `validation.retrieval` measures it",
+            hint="an encoder is built for ONNX Runtime on one CPU; `validation.retrieval` and `latency` measure it",
         )
 
 

@@ -25,6 +25,7 @@ class LoadPoint(ReportRecord):
     output_tokens: int | None = None
     concurrency: int | None = None  # of a closed loop: requests in flight
     rate: float | None = None  # of an open loop: Poisson arrivals per second
+    texts: int | None = None  # to encode, of `prompt_tokens` each, that a request has
     figures: LoadFigures
     bandwidth: Utilization | None = None
 
@@ -48,7 +49,7 @@ class BenchReport(ReportRecord):
     llmforge: str
     subject: str  # what answered, as text
     machine: Machine  # that sent the load; and answered it, where the engine ran in this process
-    engine: BenchEngine | None  # None where it is behind an address
+    engine: BenchEngine | None  # None where it is behind an address, or encodes
     workload: str  # prompts, as text
     warmup: int
     seed: int

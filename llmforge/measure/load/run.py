@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tokenizers import Tokenizer
 
 from llmforge import __version__
 from llmforge.base.errors import UsageError
 from llmforge.base.http_server import HttpServer
 from llmforge.checkpoint.documents import read_documents
 from llmforge.measure import machine
-from llmforge.measure.load.drive import InProcess, Responder
+from llmforge.measure.load.drive import MOST_IN_FLIGHT, InProcess, Responder
+from llmforge.measure.load.encoders import EncoderEndpoint, EncodesInProcess
 from llmforge.measure.load.endpoint import Endpoint
 from llmforge.measure.load.report import BenchEngine, BenchReport, LoadPoint
 from llmforge.measure.load.speculation import speedup
@@ -21,6 +24,8 @@ from llmforge.measure.load.workload import Encode, LoadRequest, Prompts, RandomP
 from llmforge.metrics.intervals import Estimate
 from llmforge.metrics.latency import Footprint
 from llmforge.runtime.config import FILE, RuntimeConfig
+from llmforge.serving.encoder_engine import EncoderEngine, EncoderOptions
+from llmforge.serving.encoder_runner import EncoderRunner, load_encoder
 from llmforge.serving.engine import Engine
 from llmforge.serving.interface import EngineOptions, EngineStats
 from llmforge.serving.prompts import read_tokenizer
@@ -34,7 +39,8 @@ SEVERAL_A_STEP = "MBU: not known, because speculation gives several tokens a ste
 class LoadSpec:
     """Which requests are sent: every concurrency or rate with every length, or a trace of arrivals.
 
-    `data` is a JSON Lines file whose text prompts are cut from; None: random tokens.
+    `data` is a JSON Lines file whose text prompts are cut from; None: random tokens. With `texts`, requests have so
+    many to encode, each of `prompt_tokens`.
     """
 
     concurrency: tuple[int, ...] = ()
@@ -43,16 +49,20 @@ class LoadSpec:
     prompt_tokens: tuple[int, ...] = (128,)
     output_tokens: tuple[int, ...] = (64,)
     data: Path | None = None
+    texts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.concurrency, self.rates, self.trace))) != 1:
             raise UsageError("expected one of concurrencies, rates and a trace of arrivals")
-        if min((*self.concurrency, *self.prompt_tokens, *self.output_tokens), default=1) < 1:
-            raise UsageError("concurrencies, prompt and output tokens: expected whole numbers, 1 or more")
+        if min((*self.concurrency, *self.prompt_tokens, *self.output_tokens, *self.texts), default=1) < 1:
+            raise UsageError("concurrencies, prompt and output tokens, texts: expected whole numbers, 1 or more")
 
     def settings(self) -> list[Setting]:
         """List the points of the sweep: lengths in the outer loop."""
         loads = [*((count, None) for count in self.concurrency), *((None, rate) for rate in self.rates)]
+        if self.texts:
+            several = itertools.product(self.prompt_tokens, self.texts, loads)
+            return [Setting(length, 0, *load, texts) for length, texts, load in several]
         sweep = itertools.product(self.prompt_tokens, self.output_tokens, loads)
         return [Setting(prompt, output, *load) for prompt, output, load in sweep]
 
@@ -86,6 +96,8 @@ def run(
 ) -> BenchReport:
     """Measure the engine of `artifact`, called `name`, or an OpenAI-compatible `server` of the same tokenizer.
 
+    Of an embedder or a reranker, `load` has texts.
+
     Raises:
         InputError: the artifact cannot be used.
         UsageError: a prompt and its answer do not fit the context.
@@ -93,14 +105,9 @@ def run(
         EnvironmentLacks: the server does not answer, or denies access.
     """
     config = RuntimeConfig.read(artifact / "engine" / FILE)
+    encoder, threads = config.encoder, config.session.resolve(local.threads).threads
     tokenizer = read_tokenizer(artifact / "tokenizer" / "tokenizer.json")
-
-    def encode(text: str) -> list[int]:
-        return list(tokenizer.encode(text).ids)
-
-    prompts = _prompts(load, encode, config.vocabulary)
-    trace = None if load.trace is None else read_trace(load.trace, encode, prompts, seed=plan.seed)
-    _check_lengths(load, trace, config.max_context)
+    prompts, trace = _requests(load, config, tokenizer, plan.seed)
 
     def points_of(responder: Responder) -> list[LoadPoint]:
         if trace is None:
@@ -109,17 +116,21 @@ def run(
 
     record: BenchEngine | None = None
     notes: tuple[str, ...] = ()
+    responder: Responder
     if server is not None:
-        responder: Responder = Endpoint(server)
+        responder = Endpoint(server) if encoder is None else EncoderEndpoint(server, tokenizer, encoder)
         points = points_of(responder)
+    elif encoder is not None:
+        runner = load_encoder(artifact, local.threads)
+        responder, points, note = _encoded(runner, name, points_of)
+        notes = (f"{threads} threads; {note}",)
     else:
         with Engine.load(artifact, local.options, local.threads) as engine:
             responder = InProcess(engine, name)
-            points = points_of(responder)
-            stats = engine.stats()
+            points, stats = points_of(responder), engine.stats()
             again = trace or loads(load.settings()[0], prompts, plan, (plan.seed, plan.repetitions, 0))[1]
             faster = speedup(engine, again) if stats.drafted_tokens else None
-        record = _record(stats, config.session.resolve(local.threads).threads, faster)
+        record = _record(stats, threads, faster)
         points, unknown = _with_bandwidth(points, local.footprint, config, record)
         notes = (*stats.notes, *unknown)
     return BenchReport(
@@ -149,6 +160,20 @@ def _with_bandwidth(
     return utilization(points, footprint, slots=engine.slots, threads=engine.threads), ()
 
 
+def _requests(
+    load: LoadSpec, config: RuntimeConfig, tokenizer: Tokenizer, seed: int
+) -> tuple[Prompts, list[LoadRequest] | None]:
+    """Give what prompts are made of, and the arrivals that are replayed; check that they fit the engine."""
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer.encode(text).ids)
+
+    prompts = _prompts(load, encode, config.vocabulary if config.encoder is None else tokenizer.get_vocab_size())
+    trace = None if load.trace is None else read_trace(load.trace, encode, prompts, seed=seed)
+    _check_lengths(load, trace, config)
+    return prompts, trace
+
+
 def _prompts(load: LoadSpec, encode: Encode, vocabulary: int) -> Prompts:
     if load.data is None:
         return RandomPrompts(vocabulary)
@@ -156,7 +181,30 @@ def _prompts(load: LoadSpec, encode: Encode, vocabulary: int) -> Prompts:
     return TextPrompts(tuple(ids), str(load.data))
 
 
-def _check_lengths(load: LoadSpec, trace: Sequence[LoadRequest] | None, max_context: int) -> None:
+def _encoded(
+    runner: EncoderRunner, name: str, points_of: Callable[[Responder], list[LoadPoint]]
+) -> tuple[Responder, list[LoadPoint], str]:
+    """Measure an embedder or a reranker in this process; and say how texts ran together."""
+    with EncoderEngine(runner, EncoderOptions(max_queue=MOST_IN_FLIGHT)) as engine:
+        responder = EncodesInProcess(engine, name)
+        points, stats = points_of(responder), engine.stats()
+    runs = max(sum(stats.batches.values()), 1)
+    return responder, points, f"{stats.sequences / runs:.1f} texts a run of the graph on average"
+
+
+def _check_lengths(load: LoadSpec, trace: Sequence[LoadRequest] | None, config: RuntimeConfig) -> None:
+    if (encoder := config.encoder) is not None:
+        if not load.texts or load.trace is not None:
+            raise UsageError(f"the artifact is {encoder.title}: expected numbers of texts, and no trace of prompts")
+        if max(load.prompt_tokens) > encoder.max_tokens:
+            raise UsageError(
+                f"texts of {max(load.prompt_tokens)} tokens; this artifact reads at most {encoder.max_tokens}",
+                hint="use shorter ones, or build with a larger engine.max_context",
+            )
+        return
+    if load.texts:
+        raise UsageError("numbers of texts: the artifact is a language model, which answers prompts")
+    max_context = config.max_context
     needed = max(load.prompt_tokens) + max(load.output_tokens) if trace is None else longest(trace)
     if needed > max_context:
         raise UsageError(

@@ -18,12 +18,16 @@ Progress = Callable[[int, int], None]  # is told how many requests are done, and
 
 @dataclass(frozen=True)
 class Setting:
-    """One point of a sweep: lengths, and either a number of requests in flight or an arrival rate per second."""
+    """One point of a sweep: lengths, and either a number of requests in flight or an arrival rate per second.
+
+    With `texts`, requests have so many to encode, each of `prompt_tokens`, and `output_tokens` is 0.
+    """
 
     prompt_tokens: int
     output_tokens: int
     concurrency: int | None = None
     rate: float | None = None
+    texts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ def loads(
         prefix_tokens=plan.prefix_tokens,
         rate=setting.rate,
         seed=seed,
+        texts=setting.texts,
     )
     first = made[plan.warmup].at_s or 0.0
     load = [each if each.at_s is None else replace(each, at_s=each.at_s - first) for each in made[plan.warmup :]]

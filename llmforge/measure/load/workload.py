@@ -26,12 +26,14 @@ Encode = Callable[[str], list[int]]
 class LoadRequest:
     """One request of a load: a prompt of token ids, and the number of tokens that its answer shall have.
 
-    `at_s` is its arrival, in seconds after the load begins; None in a closed loop, where it waits for its turn.
+    `at_s` is its arrival, in seconds after the load begins; None in a closed loop, where it waits for its turn. The
+    prompt may be several `texts` to encode, of equal lengths, one after another.
     """
 
     prompt: tuple[int, ...]
     output_tokens: int
     at_s: float | None = None
+    texts: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,11 @@ def make_load(
     prefix_tokens: int = 0,
     rate: float | None = None,
     seed: Sequence[int] = (0,),
+    texts: int | None = None,
 ) -> list[LoadRequest]:
     """Make a load of `count` requests; the first `prefix_tokens` of each prompt are the same in all of them.
+
+    With `texts`, each has so many of `prompt_tokens` to encode, and no answer of tokens.
 
     With a `rate`, in requests per second, they arrive as a Poisson process: gaps are exponential, the first request
     comes at 0.
@@ -88,7 +93,7 @@ def make_load(
     Raises:
         UsageError: a number is out of its range.
     """
-    if count < 1 or prompt_tokens < 1 or output_tokens < 1 or not 0 <= prefix_tokens <= prompt_tokens:
+    if min(count, prompt_tokens, texts or output_tokens) < 1 or not 0 <= prefix_tokens <= prompt_tokens:
         raise UsageError(
             f"a load of {count} requests, prompts of {prompt_tokens} tokens, {prefix_tokens} of them shared, answers "
             f"of {output_tokens}: expected 1 or more of each, and a shared part no longer than the prompt"
@@ -96,6 +101,8 @@ def make_load(
     text, clock = (np.random.default_rng([*seed, stream]) for stream in (0, 1))
     prefix = prompts.take(prefix_tokens, text) if prefix_tokens else ()
     arrivals = [None] * count if rate is None else poisson(rate, count, clock).tolist()
+    if texts is not None:
+        return [LoadRequest(prompts.take(texts * prompt_tokens, text), 0, at, texts) for at in arrivals]
     return [
         LoadRequest(prefix + prompts.take(prompt_tokens - prefix_tokens, text), output_tokens, at) for at in arrivals
     ]
