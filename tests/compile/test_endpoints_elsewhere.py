@@ -180,7 +180,7 @@ def test_vllm(vllm: str, data: Path) -> None:
     assert found.high is not None
     assert found.low <= kld <= found.high
     assert drawn.kld_truncated is not None
-    assert drawn.kld_truncated.at_least.value == pytest.approx(within.at_least.value, abs=FP32)
+    assert 0.5 * kld < drawn.kld_truncated.at_least.value <= kld + FP32
 
 
 def test_llama_cpp_python(llama_cpp: str, data: Path) -> None:
