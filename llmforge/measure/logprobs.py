@@ -244,6 +244,9 @@ class ServedLogprobs:
             return Place(self._generated(ids, self.top)[0])
         told, name, logprob = self._generated(ids, self.top, forced)
         self._is(name, forced)
+        if len(told.ids) and told.ids[told.logprobs.argmin()] == forced:
+            # vLLM lists the chosen token beside the likeliest ones; what is known must not hang on what was drawn
+            told = self._generated(ids, self.top)[0]
         if target not in told.ids:  # whatever was drawn, or the estimate would have a bias
             of_target = logprob
             if target != forced:

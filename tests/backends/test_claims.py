@@ -58,6 +58,8 @@ def test_experts_and_caches_are_of_formats_that_are_written() -> None:
     refused = servers.described(frozenset({"int4"}), experts=frozenset({"int4"})).partition("refused by: ")[2]
     assert "vLLM on CPUs" in refused
     assert "vLLM on CPUs" in servers.described(frozenset({"int4"})).partition(";")[0]
+    assert servers.TRUNCATES not in servers.described(frozenset({"fp8-per_token"}))
+    assert servers.described(frozenset({"fp8-per_token"}), caches=True).endswith(f"; {servers.TRUNCATES}")
 
 
 def test_a_plan_says_which_servers_load_the_file(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from llmforge.backends.compressed_tensors.servers import CACHES, EXPERTS, SERVERS, CacheName, FormatName
+from llmforge.backends.compressed_tensors.servers import EXPERTS, SERVERS, FormatName
 from llmforge.base.errors import RunFailed
 from llmforge.base.progress import Silent
 from llmforge.checkpoint import Checkpoint
@@ -122,21 +121,6 @@ def test_it_runs_what_is_said_to_run(name: FormatName, vllm: Path, data: Path, t
     assert "tried: vLLM on CPUs" in built.report.engine.facts["servers"]
 
 
-def test_in_fp32_int8_answers_as_the_emulation(vllm: Path, data: Path, tmp_path: Path) -> None:
-    """The same scales, codes and products: sums of another order tell only where a number lies between two codes."""
-    checkpoint = shutil.copytree(data / "docs-llama-7m", tmp_path / "checkpoint")
-    config = json.loads((checkpoint / "config.json").read_text()) | {"dtype": "float32"}
-    (checkpoint / "config.json").write_text(json.dumps(config))
-    built = build(tmp_path, checkpoint, data, vllm, passes("int8-per_token"))
-    require_ran(built)
-    [run] = built.report.runtimes
-    equal = sum(each.first_difference is None for each in run.prompts)
-    print(f"{equal} of {run.asked} answers are equal, {run.near_ties} differ first at a near tie")
-    assert run.figures is not None
-    assert run.figures.kld_mean.value < 3e-4
-    assert equal + run.near_ties >= 0.9 * run.asked
-
-
 @pytest.mark.parametrize(
     "name", [name for name, servers in SERVERS.items() if servers["vLLM on CPUs"].known == "refused"]
 )
@@ -147,14 +131,6 @@ def test_it_refuses_what_is_said_to_be_refused(name: FormatName, vllm: Path, dat
     with pytest.raises(RunFailed) as caught:
         build(tmp_path, data / "docs-llama-7m", data, vllm, passes(name), method_of(name))
     assert expected in str(caught.value)
-
-
-@pytest.mark.parametrize("name", [name for name, servers in CACHES.items() if servers["vLLM on CPUs"].known == "run"])
-def test_it_caches_keys_and_values_in_fp8(name: CacheName, vllm: Path, data: Path, tmp_path: Path) -> None:
-    steps = [{"quantize-kv-fp8": {"budget": {"kld_mean": 1.0}}}, *passes("fp8-per_token")]
-    built = build(tmp_path, data / "docs-llama-7m", data, vllm, steps, method_of(name))
-    require_ran(built)
-    assert "keys and values cached in fp8" in built.report.engine.facts["format"]
 
 
 @pytest.mark.parametrize("name", EXPERTS)

@@ -112,7 +112,7 @@ def test_rows_that_lie_a_place_too_far_are_put_right() -> None:
     assert low <= whole.figures["kld_mean"].at_least.value <= high
 
 
-@pytest.mark.parametrize("gives", ["logprobs", "content"])
+@pytest.mark.parametrize("gives", ["logprobs", "chosen", "content"])
 def test_tokens_that_are_drawn_estimate_the_kld_without_bias(gives: Gives) -> None:
     quality, served = measured(gives, 4)
     assert served.forces
@@ -125,6 +125,12 @@ def test_tokens_that_are_drawn_estimate_the_kld_without_bias(gives: Gives) -> No
     assert quality.kld_truncated.at_least.value < truth < quality.kld_truncated.at_most.value
     assert found.high - found.low < 0.2 * (quality.kld_truncated.at_most.value - quality.kld_truncated.at_least.value)
     assert quality.figures["perplexity_ratio"].is_exact
+
+
+def test_what_is_known_does_not_hang_on_the_token_that_is_drawn() -> None:
+    """A server that lists the chosen token beside the likeliest ones gives the same estimate as one that does not."""
+    one, other = measured("logprobs", 4)[0], measured("chosen", 4)[0]
+    assert [each.sampled_kld for each in one.per_document] == [each.sampled_kld for each in other.per_document]
 
 
 def test_a_bias_that_counts_is_not_taken_for_the_model_s_own() -> None:

@@ -16,9 +16,9 @@ from tokenizers import Tokenizer
 from .text_server import TextHandler, serving
 
 Logits = Callable[[Sequence[int]], NDArray[np.float32]]  # ids [S] -> logits [S, V]
-# vLLM; OpenAI's old models; llama-cpp-python 0.3.36 where a text gets no BOS; llmforge serve; llama-server; a server
-# whose log-probabilities count `logit_bias`; one that tells none.
-Gives = Literal["prompt_logprobs", "echo", "echo-shifted", "logprobs", "content", "biased", "nothing"]
+# vLLM; OpenAI's old models; llama-cpp-python 0.3.36 where a text gets no BOS; llmforge serve; vLLM of one token, which
+# lists the chosen one as well; llama-server; a server whose log-probabilities count `logit_bias`; one that tells none.
+Gives = Literal["prompt_logprobs", "echo", "echo-shifted", "logprobs", "chosen", "content", "biased", "nothing"]
 
 
 @dataclass
@@ -87,7 +87,10 @@ class CompletionsServer:
         name = self.tokenizer.id_to_token
 
         def told(row: NDArray[np.float64], own: int) -> dict[str, float]:
-            listed = [*np.argsort(-row, kind="stable")[:wanted].tolist(), *([own] if "echo" in body else [])]
+            listed = [
+                *np.argsort(-row, kind="stable")[:wanted].tolist(),
+                *([own] if "echo" in body or self.gives == "chosen" else []),
+            ]
             return {str(name(each)): row[each] for each in listed}
 
         first = 0 if body.get("echo") else len(prompt)

@@ -122,12 +122,17 @@ CACHES: Mapping[CacheName, Row] = {
     "fp8": _row(_RUN, _READ, _READ, _OPEN_CACHES),
     "fp8-modelopt": _row(_RUN, _READ, _READ, _READ),
 }
+# Seen here, code by code; vLLM's kernels for GPUs convert by CUDA's `__nv_cvt_float_to_fp8`, which rounds to nearest.
+TRUNCATES = "vLLM on CPUs truncates what it caches in fp8, and loses more than GPUs, which round to nearest"
 
 
 def described(
     formats: frozenset[FormatName], *, experts: frozenset[FormatName] = frozenset(), caches: bool = False
 ) -> str:
-    """Say which servers load a checkpoint that has all of `formats`, some of `experts`, and caches in fp8 or not."""
+    """Say which servers load a checkpoint that has all of `formats`, some of `experts`, and caches in fp8 or not.
+
+    Of caches it says which server gives them other codes than the emulation.
+    """
     rows = [SERVERS[name] for name in sorted(formats)] + [EXPERTS[name] for name in sorted(experts)]
     if caches:
         rows.append(CACHES["fp8-modelopt" if any(name.endswith("-modelopt") for name in formats) else "fp8"])
@@ -137,7 +142,8 @@ def described(
         worst = next(known for known in ("refused", "not known", "read", "run") if known in each)
         found[worst].append(f"{server} {version}")
     titles = {"run": "tried", "read": "by their sources", "not known": "not known of", "refused": "refused by"}
-    return "; ".join(f"{titles[known]}: {', '.join(servers)}" for known, servers in found.items() if servers)
+    said = [f"{titles[known]}: {', '.join(servers)}" for known, servers in found.items() if servers]
+    return "; ".join([*said, TRUNCATES] if caches else said)
 
 
 def planned(linears: frozenset[str], experts: frozenset[str], *, caches: bool, quant_method: str) -> str | None:
