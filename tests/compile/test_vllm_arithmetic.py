@@ -32,6 +32,7 @@ from llmforge.serving import Runner, Sampling, load
 from ..models.runtimes import environment
 from .test_vllm import build, method_of, passes
 
+SHORT = 32  # tokens of an answer
 MOVED = 4  # emulations whose norms are moved by one unit in the last place
 PARTS = 4  # of the 56 documents: a record has 32 prompts at most
 # Puts fp32 numbers [64, 4, 32] into a cache of one block, and writes its codes [64, 4, 32].
@@ -152,6 +153,8 @@ def test_in_fp32_int8_answers_as_the_emulation(
         for other in moved
     ]
     agreeing = sum(each.agreeing for each in prompts) / sum(len(each.ours) for each in prompts)
+    short = sum(each.first_difference is None or each.first_difference >= SHORT for each in prompts)
+    print(f"{short} of {len(prompts)} answers are equal for {SHORT} tokens")
     print(f"{equal} of {len(prompts)} answers are equal, {ties} of the others leave at near ties;")
     print(f"{agreeing:.4f} agree, KLD {kld:.2g}; with its norms moved the emulation gives {of_moved} of its answers")
     assert kld < 3e-4
