@@ -96,8 +96,6 @@ def run(
 ) -> BenchReport:
     """Measure the engine of `artifact`, called `name`, or an OpenAI-compatible `server` of the same tokenizer.
 
-    Of an embedder or a reranker, `load` has texts.
-
     Raises:
         InputError: the artifact cannot be used.
         UsageError: a prompt and its answer do not fit the context.
