@@ -1,7 +1,7 @@
 """Plant damage in a checkpoint's logits and weights, and say which gates catch it.
 
     python -m benchmarks.planted_damage CHECKPOINT --data CHATS.jsonl --text TEXT.jsonl --kld 0.012
-    python -m benchmarks.planted_damage CHECKPOINT --tool-prompt --text TEXT.jsonl --kld 0.05 --every 2
+    python -m benchmarks.planted_damage CHECKPOINT --tool-prompt --kld 0.05 --every 2
 
 The damaged model answers the chats, in transformers, beside the same model as it is; `--kld` is the limit that
 `llmforge init` writes, held against the first documents of TEXT. Printed is a row for each damage: its mean KLD, how
@@ -79,7 +79,7 @@ FRENCH = [
     "Les",
 ]
 
-# Limits for all documents together; docs/behaviour.md says what they rest on.
+# Limits for all documents together, or for a slice; docs/behaviour.md says what they rest on.
 GATES: Mapping[str, Mapping[str, float]] = {
     "checks": {"drop_max": 0.1},
     "loops": {"rise_max": 0.1},
@@ -87,6 +87,7 @@ GATES: Mapping[str, Mapping[str, float]] = {
     "length_change": {"max": 0.5},
     "language": {"drop_max": 0.3},
     "answer_odds": {"drop_max": 0.5},
+    "answer_odds.languages": {"drop_max": 0.2},
     "end_shift": {"max": 1.0},
     "call_shift": {"max": 1.0},
     "thinking_shift": {"max": 1.0},
@@ -362,7 +363,7 @@ def read_all(
 
 def judged(found: BehaviourResult, kld: Estimate, limit: float, names: Collection[str]) -> tuple[GateResult, ...]:
     """Decide the gates of behaviour that have a figure, as far as they are named, and that on KLD."""
-    chosen = {f"{results.PREFIX}{name}": GATES[name] for name in names if name in found.outcomes}
+    chosen = {f"{results.PREFIX}{name}": GATES[name] for name in names if f"{results.PREFIX}{name}" in found.metrics}
     gates = {name: GateSpec.model_validate(limits) for name, limits in {**chosen, "kld_mean": {"max": limit}}.items()}
     measured = Measured(behaviour=found)
     estimates = {**catalog.estimates(measured), "kld_mean": kld}
@@ -442,7 +443,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--data", type=Path, default=recipes.TEXT / "behaviour.jsonl")
-    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--text", type=Path, default=recipes.TEXT / "evaluation.jsonl")
     parser.add_argument("--kld", type=float, required=True)
     parser.add_argument("--tool-prompt", action="store_true")
     parser.add_argument("--every", type=int, default=1)

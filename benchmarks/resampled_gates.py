@@ -75,7 +75,7 @@ def main() -> None:
         if each.metric.startswith(PREFIX):
             limits.setdefault(each.metric, {})[each.bound] = each.limit
     if given.planted:
-        limits |= {f"{PREFIX}{name}": dict(spec) for name, spec in GATES.items() if name in found.outcomes}
+        limits |= {f"{PREFIX}{name}": dict(spec) for name, spec in GATES.items() if f"{PREFIX}{name}" in found.metrics}
     gates = {name: GateSpec.model_validate(spec) for name, spec in limits.items()}
     count, rng = len(found.documents), np.random.default_rng(0)
     print(f"{count} chats; gates: {', '.join(gates)}; all: {failing(found, gates) or 'pass'}")

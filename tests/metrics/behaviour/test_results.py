@@ -14,8 +14,8 @@ from llmforge.gates import decision
 from llmforge.gates.decision import GateResult, Verdict
 from llmforge.metrics import catalog
 from llmforge.metrics.behaviour import results
-from llmforge.metrics.behaviour.answer import BehaviourAnswer
-from llmforge.metrics.behaviour.document import BehaviourDocument, quick, read_documents
+from llmforge.metrics.behaviour.answer import OWN, BehaviourAnswer, TokenOdds
+from llmforge.metrics.behaviour.document import FEWEST_OF_A_SLICE, BehaviourDocument, quick, read_documents
 from llmforge.metrics.behaviour.outcomes import OUTCOMES
 from llmforge.metrics.behaviour.results import BehaviourResult
 from llmforge.metrics.metric import Measured
@@ -162,8 +162,28 @@ def test_the_suite_that_ships_has_ten_slices_of_twenty_and_fits_its_promise() ->
     assert len(suite) >= 200
     assert len(counts) == 10
     assert min(counts.values()) >= 20
+    assert counts["languages"] > FEWEST_OF_A_SLICE
     assert len({json.dumps(each.messages[-1]["content"]) for each in suite}) == len(suite)
     assert all(each.instructions or each.tools or each.json_schema or each.refusal or each.language for each in suite)
     assert len(quick(suite, 3)) == 30
     long = read_documents(recipes.TEXT / "behaviour-long.jsonl")
     assert [each.max_tokens for each in long] == [4096] * 10
+
+
+@pytest.mark.parametrize(("lost", "verdict"), [("fr", Verdict.FAIL), (None, Verdict.PASS)])
+def test_a_language_that_is_lost_is_seen_in_the_slice_that_ships_and_not_in_all_chats(
+    lost: str | None, verdict: Verdict
+) -> None:
+    suite = read_documents(recipes.TEXT / "behaviour.jsonl")
+
+    def answer(sure: float) -> BehaviourAnswer:
+        return BehaviourAnswer("yes", tokens=3, odds={OWN: TokenOdds(sure, None)})
+
+    theirs = [answer(number % 7 - 1) for number in range(len(suite))]
+    ours = [
+        answer(number % 7 - 1 - (1 + number % 2 if each.language is not None and each.language == lost else 0))
+        for number, each in enumerate(suite)
+    ]
+    found = results.measured(suite, ours, theirs, engine="engine", baseline="checkpoint")
+    assert judge(found, "behaviour.answer_odds", drop_max=0.5).verdict is Verdict.PASS
+    assert judge(found, "behaviour.answer_odds.languages", drop_max=0.2).verdict is verdict
