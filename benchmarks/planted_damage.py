@@ -7,8 +7,8 @@ The damaged model answers the chats, in transformers, beside the same model as i
 `llmforge init` writes, held against the first documents of TEXT. Printed is a row for each damage: its mean KLD, how
 that gate ends, and the gates of behaviour that do not pass. Left out are a damage that a model has no place for
 (thoughts, where it has none), and gates that the chats are too few for: those that weights in 8 bits leave
-inconclusive. Of the models that are not damaged it also says in how many of 20 samples of the chats, drawn with
-replacement, all gates pass.
+inconclusive. Of the models that are not damaged it also says in how many of 20 samples of the chats all gates pass,
+drawn with replacement, of each slice as many as it has.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import pickle
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -382,6 +383,14 @@ def row(name: str, kld: Estimate, gates: tuple[GateResult, ...]) -> str:
     return f"| {name} | {kld.value:.4f} | {by_kld} | {', '.join(caught) or '–'} |"
 
 
+def within_slices(slices: Sequence[str], rng: np.random.Generator) -> list[int]:
+    """Draw numbers of chats with replacement, of each slice as many as it has; `slices` names that of each chat."""
+    places: dict[str, list[int]] = {}
+    for place, name in enumerate(slices):
+        places.setdefault(name, []).append(place)
+    return [own[each] for own in places.values() for each in rng.integers(len(own), size=len(own))]
+
+
 def table(run: PlantedRun, limit: float, names: Sequence[str] = tuple(GATES)) -> Iterator[str]:
     """Plant each damage, and give the rows of the table, the first without a damage."""
     everything = range(len(run.prompts))
@@ -401,9 +410,12 @@ def table(run: PlantedRun, limit: float, names: Sequence[str] = tuple(GATES)) ->
         held = ""
         if honest:
             rng = np.random.default_rng(0)
-            drawn = [run.behaviour(ours, rng.integers(len(ours), size=len(ours)).tolist()) for _ in range(SAMPLES)]
-            passed = [decision.overall(judged(each, kld, limit, names)) is Verdict.PASS for each in drawn]
-            held = f"{sum(passed)} of {SAMPLES}"
+            slices = [prompt.document.slice for prompt in run.prompts]
+            drawn = [run.behaviour(ours, within_slices(slices, rng)) for _ in range(SAMPLES)]
+            of_samples = [judged(each, kld, limit, names) for each in drawn]
+            missed = Counter(each.metric for of in of_samples for each in of if each.verdict is not Verdict.PASS)
+            print(name, *missed.items(), file=sys.stderr)
+            held = f"{sum(decision.overall(of) is Verdict.PASS for of in of_samples)} of {SAMPLES}"
         yield f"{row(name, kld, gates)} {held} |"
 
 

@@ -3,8 +3,9 @@
     python -m benchmarks.resampled_gates ARTIFACT
     python -m benchmarks.resampled_gates ARTIFACT --planted
 
-Chats of the artifact's report are drawn with replacement, as many as it has, 20 times; the gates are those of its
-recipe, with `--planted` those of `benchmarks.planted_damage`, too. Nothing is answered again.
+Chats of the artifact's report are drawn with replacement, of each slice as many as it has, 20 times: how many a slice
+has is chosen, and no chance of the chats. The gates are those of its recipe, with `--planted` those of
+`benchmarks.planted_damage`, too. Nothing is answered again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.planted_damage import GATES, SAMPLES
+from benchmarks.planted_damage import GATES, SAMPLES, within_slices
 from llmforge.artifact import Artifact
 from llmforge.gates import decision, records
 from llmforge.gates.decision import Verdict
@@ -79,7 +80,7 @@ def main() -> None:
     gates = {name: GateSpec.model_validate(spec) for name, spec in limits.items()}
     count, rng = len(found.documents), np.random.default_rng(0)
     print(f"{count} chats; gates: {', '.join(gates)}; all: {failing(found, gates) or 'pass'}")
-    samples = [failing(drawn(found, rng.integers(count, size=count).tolist()), gates) for _ in range(SAMPLES)]
+    samples = [failing(drawn(found, within_slices(found.slices, rng)), gates) for _ in range(SAMPLES)]
     missed = Counter(gate for each in samples for gate in each)
     print(f"{sum(not each for each in samples)} of {SAMPLES} samples pass", *missed.items())
 

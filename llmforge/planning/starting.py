@@ -31,7 +31,9 @@ _GOALS: Mapping[Goal, str] = {
     "quality": "hardly to be told from the checkpoint",
 }
 _ANSWER = 32  # tokens that latency is measured on
-_CHATS_OF_A_SLICE, _CHAT_TOKENS = 4, 24  # behaviour of a start: a part of those that ship, and of their answers
+# Behaviour of a start: a part of the chats that ship, and of their answers. Where a template shows tools, chats of two
+# more slices are answered, and tools are long to read.
+_CHATS_OF_A_SLICE, _CHATS_WITH_TOOLS, _CHAT_TOKENS = 4, 3, 24
 _CHAT_CONTEXT = 1024  # tokens that the chats that ship, and their tools, have room in
 _LINE = 110  # characters of a pass and its reason on one line
 _BATCH: Mapping[Goal, Mapping[str, int]] = {
@@ -111,7 +113,8 @@ def write(
             f"{chosen} has no format to quantize {shape.name} to on {target.name}",
             hint="choose another --goal, --target or --engine",
         )
-    has_chats = sample_text and find_chat_template(folder_of(folder)) is not None
+    template = find_chat_template(folder_of(folder))
+    has_chats = sample_text and template is not None
     planned = _plan(shape, target, chosen, stores, goal, reads=_reads(proposed), sample_chats=has_chats)
     if not planned.plan.asked.memory.fits:
         held = planned.plan.asked.memory
@@ -121,8 +124,7 @@ def write(
         )
     requantized = described if requantizes else None
     has_end = names_end(folder_of(folder), settings)
-    has_template = find_chat_template(folder_of(folder)) is not None
-    lines = _Lines(planned, before, proposed, goal, name, given, probed, tried, requantized, has_end, has_template)
+    lines = _Lines(planned, before, proposed, goal, name, given, probed, tried, requantized, has_end, template)
     text = "\n".join(lines.written(has_device=has_device, sample_text=sample_text)) + "\n"
     return StartingRecipe(text, planned)
 
@@ -207,7 +209,7 @@ class _Lines:
     tried: Tried
     requantized: str | None  # codes of the checkpoint that no kernel runs
     has_end: bool  # whether the checkpoint names a token that ends a text
-    has_template: bool  # for chats
+    template: str | None  # of chats
 
     def written(self, *, has_device: bool, sample_text: bool) -> Iterator[str]:
         """Write the recipe, line by line."""
@@ -327,10 +329,11 @@ class _Lines:
             longest = min(tokens, _context(plan.shape) - answer)
             prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
             yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {answer}, repetitions: 6}}"
-        chats = self.has_template and _is_ours(plan) and _context(plan.shape) >= _CHAT_CONTEXT
+        chats = self.template is not None and _is_ours(plan) and _context(plan.shape) >= _CHAT_CONTEXT
         if chats:
             yield "  # The first chats of each slice of those that ship; {}: all, answered whole (docs/behaviour.md)."
-            yield f"  behaviour: {{of_each_slice: {_CHATS_OF_A_SLICE}, max_tokens: {_CHAT_TOKENS}}}"
+            first = _CHATS_WITH_TOOLS if "tools" in self.template else _CHATS_OF_A_SLICE
+            yield f"  behaviour: {{of_each_slice: {first}, max_tokens: {_CHAT_TOKENS}}}"
         yield "# Limits to start with: tighten them once a report shows where this model stands."
         chosen = [each for _, each in self.proposed]
         gates = Gates.of(chosen, self.probed.costs, computes_coarsely=plan.target.kind == "gpu")
