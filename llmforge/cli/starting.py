@@ -75,6 +75,10 @@ def _recipe_options(command: Any) -> Any:
             help="What to optimize for: time per token, tokens per second over all requests, small files, or quality.",
         ),
         REVISION,
+        click.option(
+            "--reranker", type=click.Choice(["qwen3"]),
+            help="Score pairs with a causal model, by its yes and no: qwen3, with Qwen3-Reranker's prompt.",
+        ),
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -119,10 +123,6 @@ class ShippedRecipe(click.ParamType[str]):
 )  # fmt: skip
 @click.option("--evaluation", type=PATH, metavar="FILE.jsonl", help="Evaluation text; must not overlap --calibration.")
 @click.option("--like", type=ShippedRecipe(), metavar="NAME", help="Copy a recipe that ships with llmforge instead.")
-@click.option(
-    "--reranker", type=click.Choice(["qwen3"]),
-    help="Score pairs with a causal model, by its yes and no: qwen3, with Qwen3-Reranker's prompt.",
-)  # fmt: skip
 @click.option("--force", is_flag=True, help="Replace the recipe if it exists.")
 @click.option("--no-probe", is_flag=True, help="Do not measure what formats cost this model, nor try the recipe.")
 @click.option("--json", "as_json", is_flag=True, help="Print the path of the recipe as JSON.")
@@ -215,6 +215,7 @@ def up(
     target: str,
     goal: Any,
     revision: str | None,
+    reranker: str | None,
     out: Path,
     host: str,
     port: int,
@@ -230,7 +231,7 @@ def up(
     from llmforge.recipe import Recipe
 
     path = Path(f"{name_of(checkpoint)}.yaml")
-    asked = StartOptions(target, goal, path=path, revision=revision)
+    asked = StartOptions(target, goal, path=path, revision=revision, reranker=reranker)
     written = not path.exists()
     if written:
         path = write(checkpoint, asked)

@@ -329,10 +329,10 @@ class _Lines:
             longest = min(tokens, _context(plan.shape) - answer)
             prompts = ", ".join(map(str, sorted({min(32, longest), longest})))
             yield f"  latency: {{prompt_tokens: [{prompts}], output_tokens: {answer}, repetitions: 6}}"
-        chats = self.template is not None and _is_ours(plan) and _context(plan.shape) >= _CHAT_CONTEXT
-        if chats:
+        chats = self.template if _is_ours(plan) and _context(plan.shape) >= _CHAT_CONTEXT else None
+        if chats is not None:
             yield "  # The first chats of each slice of those that ship; {}: all, answered whole (docs/behaviour.md)."
-            first = _CHATS_WITH_TOOLS if "tools" in self.template else _CHATS_OF_A_SLICE
+            first = _CHATS_WITH_TOOLS if "tools" in chats else _CHATS_OF_A_SLICE
             yield f"  behaviour: {{of_each_slice: {first}, max_tokens: {_CHAT_TOKENS}}}"
         yield "# Limits to start with: tighten them once a report shows where this model stands."
         chosen = [each for _, each in self.proposed]
