@@ -330,16 +330,16 @@ def bench(artifact: Path, slo: str | None, path: Path | None, as_json: bool, qui
     if not (options["concurrency"] or options["rates"] or options["trace"]):
         options["concurrency"] = (1, 4)
     objective = None if slo is None else measuring.Objective.parse(slo)
-    if encodes(artifact):
-        refuse_given("an embedder or a reranker", *_BENCH_OF_TOKENS)
-        if objective is not None and (objective.ttft_ms is not None or objective.tpot_ms is not None):
-            raise UsageError(f"--slo {slo}: an embedder or a reranker gives no tokens", hint="--slo latency=…")
-        options["texts"] = options["texts"] or (1,)
     load = record(measuring.LoadSpec, options)
     plan = record(measuring.SweepPlan, options, objective=objective)
     engine = record(serving.EngineOptions, options, max_queue=max((128, *load.concurrency)))
     opened = Artifact.open(artifact)
     admit(opened, options["allow"], options["rehash"])
+    if encodes(opened.path):
+        refuse_given("an embedder or a reranker", *_BENCH_OF_TOKENS)
+        if objective is not None and (objective.ttft_ms is not None or objective.tpot_ms is not None):
+            raise UsageError(f"--slo {slo}: an embedder or a reranker gives no tokens", hint="--slo latency=…")
+        load = dataclasses.replace(load, texts=load.texts or (1,))
     if path is not None:
         output.check_file(path)
     with console.progress(quiet=quiet) as progress:
