@@ -185,6 +185,7 @@ def plant_channel(cached: LossyStep) -> tuple[LossyStep, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_one_channel_of_the_cache_is_found(cached: LossyStep, windows: list[TokenWindow], tmp_path: Path) -> None:
     planted, channel = plant_channel(cached)
     [found] = search(planted, windows, recipe(tmp_path, cached.step), documents=56).passes
@@ -196,6 +197,7 @@ def test_one_channel_of_the_cache_is_found(cached: LossyStep, windows: list[Toke
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_nothing_stands_out_in_a_healthy_cache(cached: LossyStep, windows: list[TokenWindow], tmp_path: Path) -> None:
     assert not search(cached, windows, recipe(tmp_path, cached.step)).stands_out
 
@@ -243,6 +245,7 @@ def found_in_draws(lossy: LossyStep, windows: Sequence[TokenWindow], folder: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_with_nothing_planted_5_of_100_runs_find_something_at_most(
     fused: ir.Model, windows: list[TokenWindow], tmp_path: Path
 ) -> None:
@@ -251,6 +254,7 @@ def test_with_nothing_planted_5_of_100_runs_find_something_at_most(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_what_is_planted_is_found_in_most_runs(fused: ir.Model, windows: list[TokenWindow], tmp_path: Path) -> None:
     lossy = weights(fused)
     name = next(n for n, v in fused.graph.initializers.items() if graph.sources(v) == [O_PROJ])
