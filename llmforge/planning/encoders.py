@@ -9,11 +9,11 @@ from llmforge import native
 from llmforge.backends import BACKENDS
 from llmforge.base.errors import UnsupportedError
 from llmforge.checkpoint.encoding import Encoding
+from llmforge.planning import pass_lines
 from llmforge.rewrite import declared
 from llmforge.rewrite.traits import Deployment, Goal
 from llmforge.targets import Target
 
-_LINE = 110  # characters of a pass and its reason on one line
 CONTEXT = 2048  # tokens of a text, at most: longer ones are rare, and the proof reads one whole
 _TABLE = 16  # tables of positions have more rows than texts may have tokens: 514 of RoBERTa are for 512
 _LENGTHS, _BATCHES, _REPETITIONS = (16, 128), (1, 8), 6  # of texts that are timed: a query, a passage
@@ -82,12 +82,7 @@ def _passes(there: Deployment) -> Iterator[str]:
     if stored:
         yield "  # Where the gates below fail: `llmforge init --goal quality --force` writes a recipe in fp32."
     for name, each in proposed:
-        line = each.line(name)
-        if each.reason and len(line) + len(each.reason) > _LINE:
-            yield f"  # {each.reason}:"
-            yield f"  - {line}"
-        else:
-            yield f"  - {line}  # {each.reason}" if each.reason else f"  - {line}"
+        yield from pass_lines.of_pass(each.line(name), each.reason)
 
 
 def _why_not(there: Deployment) -> str:

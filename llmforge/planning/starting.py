@@ -13,7 +13,7 @@ from llmforge.checkpoint import CONFIG, find_chat_template, folder_of, names_end
 from llmforge.checkpoint.shards import tensor_names
 from llmforge.metrics.units import count, significant, size
 from llmforge.native import library
-from llmforge.planning import choice, config, memory, request, scheme, source, work
+from llmforge.planning import choice, config, memory, pass_lines, request, scheme, source, work
 from llmforge.planning.choice import UNTRIED, Gates, Named, Probe, Probed, ProposedPasses, Tried
 from llmforge.planning.deployment import DeploymentPlan
 from llmforge.planning.render import Planned
@@ -35,7 +35,6 @@ _ANSWER = 32  # tokens that latency is measured on
 # more slices are answered, and tools are long to read.
 _CHATS_OF_A_SLICE, _CHATS_WITH_TOOLS, _CHAT_TOKENS = 4, 3, 24
 _CHAT_CONTEXT = 1024  # tokens that the chats that ship, and their tools, have room in
-_LINE = 110  # characters of a pass and its reason on one line
 _BATCH: Mapping[Goal, Mapping[str, int]] = {
     "latency": {"cpu": 4, "gpu": 4},
     "throughput": {"cpu": 8, "gpu": 64},
@@ -234,11 +233,7 @@ class _Lines:
         yield "passes:"
         for step, proposal in self.proposed:
             line, reason = _step(self.before, step, proposal)
-            if reason and ("\n" in line or len(line) + len(reason) > _LINE):
-                yield f"  # {reason}:"
-                yield f"  - {line}"
-            else:
-                yield f"  - {line}  # {reason}" if reason else f"  - {line}"
+            yield from pass_lines.of_pass(line, reason)
         for reason in self.tried.idle.values():
             yield f"  # left out: {reason}"
         yield from self._validation(tokens)
