@@ -6,6 +6,7 @@ stands in an expert's moments with the square of its weight there, and only wher
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,11 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from llmforge.calibration.sums import InputSums
+from llmforge.calibration.threads import Map
 from llmforge.quantization import grids
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, QuantizedMatrix
 from llmforge.quantization.methods.base import Method
 from llmforge.trace.hooks.experts import names, probe, weights
+
+MOST_BYTES = 4 << 30  # of what is known of the inputs of experts that are rounded at one time
+BYTES_PER_PAIR = 48  # of inputs: sums in fp32 and what is made of them, and factors in fp64
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,28 +41,39 @@ class RoutedInputs:
 
 
 def quantize(
-    module: nn.Module, seen: RoutedInputs, grid: Grid, method: Method
+    module: nn.Module, seen: RoutedInputs, grid: Grid, method: Method, each: Map = map, threads: int = 1
 ) -> tuple[QuantizedMatrix, QuantizedMatrix]:
     """Quantize the matrices of every expert: [E·N, K] of the first product and of the second, features as they lie.
 
-    The second product sees what the quantized first one makes.
+    The second product sees what the quantized first one makes. `each` runs what is done for each expert, as many at a
+    time as fit into memory, on `threads` threads together.
 
     Raises:
         ValueError: `method` refuses what an expert reads.
         UnsupportedError: the module computes something that `llmforge::MoE` cannot say.
     """
     form, held = probe(module), weights(module)
-    ups, downs = [], []
-    for expert in range(len(held.up)):
+    fit = MOST_BYTES // (BYTES_PER_PAIR * max(widths(module)) ** 2)
+    at_once = 1 if each is map else max(1, min(threads, fit))
+    room = threading.BoundedSemaphore(at_once)
+
+    def of_one(expert: int) -> tuple[QuantizedMatrix, QuantizedMatrix]:
+        with room:
+            return rounded(expert)
+
+    def rounded(expert: int) -> tuple[QuantizedMatrix, QuantizedMatrix]:
         here, place = torch.nonzero(seen.ids == expert, as_tuple=True)
         share = seen.mixing[here, place][:, None]
         x, original = seen.tokens[here], seen.originals[here]
         up, down = _rows(held.up[expert]), _rows(held.down[expert])
         bias = 0 if held.up_bias is None else held.up_bias[expert]
-        ups.append(_round(up, x, original, share, grid, method))
-        rounded = torch.from_numpy(grids.dequantize(ups[-1])).to(x.device)
-        inner = form.inner(x @ rounded.T + bias)
-        downs.append(_round(down, inner, form.inner(original @ held.up[expert] + bias), share, grid, method))
+        first = _round(up, x, original, share, grid, method, threads // at_once)
+        known = torch.from_numpy(grids.dequantize(first)).to(x.device)
+        inner = form.inner(x @ known.T + bias)
+        wanted = form.inner(original @ held.up[expert] + bias)
+        return first, _round(down, inner, wanted, share, grid, method, threads // at_once)
+
+    ups, downs = zip(*each(of_one, range(len(held.up))), strict=True)
     return grids.stack(ups), grids.stack(downs)
 
 
@@ -133,8 +149,10 @@ def _rows(matrix: Tensor) -> Float32:
     return rows
 
 
-def _round(weight: Float32, x: Tensor, original: Tensor, share: Tensor, grid: Grid, method: Method) -> QuantizedMatrix:
+def _round(
+    weight: Float32, x: Tensor, original: Tensor, share: Tensor, grid: Grid, method: Method, threads: int
+) -> QuantizedMatrix:
     """Quantize [N, K] for inputs x [n, K] that go into the sum with `share` [n, 1]."""
     sums = InputSums.start(method.demands, weight.shape[1], device=x.device)
     sums.add(share * x, share * (original - x))
-    return method.quantize(weight, grid, sums.seen(routed=True, threads=torch.get_num_threads()))
+    return method.quantize(weight, grid, sums.seen(routed=True, threads=threads))

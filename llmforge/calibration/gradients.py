@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from llmforge.calibration.layer import DecoderLayer, LayerCall, Map, fast, linears_of
+from llmforge.calibration.layer import DecoderLayer, LayerCall, fast, linears_of
 from llmforge.calibration.pricing import LinearMoments
-from llmforge.calibration.residency import LOGITS, MOST_TOKENS
-from llmforge.calibration.resuming import SHARES
+from llmforge.calibration.residency import LOGITS, MOST_TOKENS, TOGETHER
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sums import add_moments, mirror
+from llmforge.calibration.threads import Map
 from llmforge.quantization.grids import Float32
 
 # Gradients are taken of that many tokens, and of more where linears have many outputs, of whose pairs few tokens say
@@ -82,7 +82,7 @@ def take(
 
     They are written to `folder`. `calls` [layer][window] say how layers are called. Windows are taken evenly. A layer
     through which no gradient flows, and those before it, have none. `price` is called with each layer that has some.
-    `each` runs what is done for each window; every thread of it holds sums of a layer.
+    `each` runs what is done for each window; every thread of it holds the gradients of one.
     """
     chosen = _evenly([len(ids) for ids in windows], _enough(skeleton))
     tokens = sum(len(windows[window]) for window in chosen)
@@ -122,11 +122,23 @@ def take(
     (folder / _DESCRIBED).write_text(json.dumps(described))
 
 
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """Gradients [tokens, N] of what a linear made of a window, and, where wanted, what it read, [tokens, K].
+
+    `first`: no linear before it has read the same.
+    """
+
+    gradient: torch.Tensor
+    read: torch.Tensor | None
+    first: bool
+
+
 @dataclass(eq=False)
 class _Sums:
     """Sums over tokens, by linear: g gᵀ, and, where what linears read is summed, too, x xᵀ, |g|² x xᵀ and |g|².
 
-    Of a window that `fits`, x xᵀ is counted, and of one that `prices`, what is weighted.
+    Of a window that fits, x xᵀ is counted, and of one that prices, what is weighted.
     """
 
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -134,29 +146,18 @@ class _Sums:
     tokens: dict[str, int] = field(default_factory=dict)  # that are in `inputs`
     weighted: dict[str, torch.Tensor] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
-    fits: bool = True
-    prices: bool = True
 
-    def add(self, name: str, g: torch.Tensor, x: torch.Tensor | None = None, *, first: bool = False) -> None:
-        """Count gradients [tokens, N] of what a linear made, and what it read, [tokens, K], as the `first` or not."""
+    def add(self, name: str, seen: _Seen, *, fits: bool, prices: bool) -> None:
+        """Count what was seen of a window. Different linears may be counted at the same time."""
+        g, x = seen.gradient, seen.read
         _add(self.outputs, name, g)
-        if x is not None and self.fits and first:
+        if x is not None and fits and seen.first:
             _add(self.inputs, name, x)
             self.tokens[name] = self.tokens.get(name, 0) + len(x)
-        if x is not None and self.prices:
+        if x is not None and prices:
             squares = g.square().sum(1, keepdim=True)
             _add(self.weighted, name, x * squares.sqrt())
             self.weights[name] = self.weights.get(name, 0.0) + float(squares.sum())
-
-    def merge(self, other: _Sums) -> None:
-        """Count what `other` has counted, too, which it hands over."""
-        for what in ("outputs", "inputs", "tokens", "weighted", "weights"):
-            mine: dict[str, Any] = getattr(self, what)
-            for name, total in getattr(other, what).items():
-                if name in mine:
-                    mine[name] += total
-                else:
-                    mine[name] = total
 
     def moments(self, tokens: int) -> dict[str, LinearMoments]:
         """Hand over the means; `outputs`, of so many `tokens`, are mirrored already."""
@@ -192,29 +193,34 @@ def _backwards(
 
     Nothing flows any more where the layer lets no gradient through. `reads`: what linears read is summed, too.
     """
-    own = _OfThread()
+    own, sums, gradients = _OfThread(), _Sums(), list[torch.Tensor | None]()
+    apart = len(chosen) >= PRICING
 
-    def run(share: int) -> tuple[_Sums, list[torch.Tensor | None]]:
-        own.sums, made = _Sums(), list[torch.Tensor | None]()
-        for number in range(share, len(chosen), SHARES):
-            own.read = []
-            if len(chosen) >= PRICING:
-                own.sums.prices = number % PRICING == PRICING - 1
-                own.sums.fits = not own.sums.prices
-            state = states[number].detach().requires_grad_()
-            with torch.enable_grad():
-                out = layer.run(chosen[number], state)
-                if out.requires_grad:
-                    out.backward(flowing[number])  # type: ignore[no-untyped-call]
-            made.append(state.grad)
-        return own.sums, made
+    def run(number: int) -> tuple[dict[str, list[_Seen]], torch.Tensor | None]:
+        own.seen, own.read = {}, []
+        state = states[number].detach().requires_grad_()
+        with torch.enable_grad():
+            out = layer.run(chosen[number], state)
+            if out.requires_grad:
+                out.backward(flowing[number])  # type: ignore[no-untyped-call]
+        return own.seen, state.grad
 
-    sums, flowed = _Sums(), list[torch.Tensor | None]([None] * len(chosen))
-    with fast(layer.linears().values()), _summed(layer.linears(), own, reads=reads):
-        for share, (of_share, made) in enumerate(layer.each(run, range(SHARES))):
-            sums.merge(of_share)
-            flowed[share::SHARES] = made
-    flowing[:] = [gradient for gradient in flowed if gradient is not None]
+    def count(ran: Sequence[tuple[int, Mapping[str, Sequence[_Seen]]]], name: str) -> None:
+        for number, seen in ran:
+            last = number % PRICING == PRICING - 1
+            for each in seen.get(name, ()):
+                sums.add(name, each, fits=not (apart and last), prices=last or not apart)
+
+    linears = layer.linears()
+    largest_first = sorted(linears, key=lambda name: -linears[name].out_features)
+    with fast(linears.values()), _seen(linears, own, reads=reads):
+        for begin in range(0, len(chosen), TOGETHER):
+            together = range(begin, min(begin + TOGETHER, len(chosen)))
+            seen, made = zip(*layer.each(run, together), strict=True)
+            counted = [[*zip(together, seen, strict=True)]] * len(linears)
+            list(layer.each(count, counted, largest_first))
+            gradients += made
+    flowing[:] = [gradient for gradient in gradients if gradient is not None]
     if len(flowing) < len(chosen):
         flowing.clear()
     return sums
@@ -310,28 +316,28 @@ def draw(shares: torch.Tensor, random: torch.Generator) -> torch.Tensor:
 
 
 class _OfThread(threading.local):
-    """What a thread sums, and what linears have read of its window, which is held so that no address comes twice."""
+    """What a thread sees of a window, and what its linears have read, held so that no address comes twice."""
 
-    sums: _Sums
+    seen: dict[str, list[_Seen]]
     read: list[torch.Tensor]
 
 
 @contextmanager
-def _summed(linears: Mapping[str, torch.nn.Linear], own: _OfThread, *, reads: bool) -> Iterator[None]:
-    """Count the gradients of each of `linears` that runs backwards in the sums of its thread."""
+def _seen(linears: Mapping[str, torch.nn.Linear], own: _OfThread, *, reads: bool) -> Iterator[None]:
+    """Keep the gradients of each of `linears` that runs backwards, and, if `reads`, what it read, by its name."""
 
     def watch(name: str) -> Callable[..., None]:
         def after(module: torch.nn.Module, args: Any, y: Any) -> None:
             if not isinstance(y, torch.Tensor) or not y.requires_grad:
                 return
-            sums = own.sums  # gradients come on another thread, where a device has its own
-            if not reads:
-                y.register_hook(lambda g: sums.add(name, _rows(g)))  # type: ignore[no-untyped-call]
-                return
-            x = _rows(args[0].detach())
-            first = all(x.data_ptr() != other.data_ptr() or x.shape != other.shape for other in own.read)
-            own.read.append(x)
-            y.register_hook(lambda g: sums.add(name, _rows(g), x, first=first))  # type: ignore[no-untyped-call]
+            kept, x, first = own.seen, None, False  # gradients come on another thread, where a device has its own
+            if reads:
+                x = _rows(args[0].detach())
+                first = all(x.data_ptr() != other.data_ptr() or x.shape != other.shape for other in own.read)
+                own.read.append(x)
+            y.register_hook(  # type: ignore[no-untyped-call]
+                lambda g: kept.setdefault(name, []).append(_Seen(_rows(g), x, first))
+            )
 
         return after
 

@@ -18,14 +18,13 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts as of_experts
 from llmforge.calibration.attention import compiled_attention
 from llmforge.calibration.device import HOST, ExecutionDevice
-from llmforge.calibration.threads import has_bf16
+from llmforge.calibration.threads import Map, has_bf16
 from llmforge.checkpoint import Checkpoint
 from llmforge.quantization.grids import Float32
 from llmforge.quantization.methods import PLAIN
 from llmforge.trace.export.weights import ParameterSource, load
 from llmforge.trace.hooks.experts import marked
 
-Map = Callable[..., Iterable[Any]]  # as the builtin; may call from several threads, and yields in order
 _Module = TypeVar("_Module", bound=torch.nn.Module)
 Arguments = tuple[torch.Tensor, ...]  # what a module is called with
 # The keywords by which transformers hands a decoder layer its cache; the second in its older modules.

@@ -68,7 +68,7 @@ def quantize_layer(layer: DecoderLayer, windows: LayerWindows, how: WeightQuanti
     notes: list[str] = []
     for names in groups:
         if names[0] in layer.experts():
-            matrices = _quantize_experts(layer, windows, names[0], demand, notes)
+            matrices = _quantize_experts(layer, windows, names[0], how, notes)
         else:
             outputs = layer.outputs_left(names, gradients.outputs(names)) if gradients is not None else ()
             matrices, seen = _quantize_linears(layer, windows, names, how, outputs, notes)
@@ -142,16 +142,16 @@ def _quantize_linears(
 
 
 def _quantize_experts(
-    layer: DecoderLayer, windows: LayerWindows, name: str, demand: WeightDemand, notes: list[str]
+    layer: DecoderLayer, windows: LayerWindows, name: str, how: WeightQuantization, notes: list[str]
 ) -> dict[str, QuantizedMatrix]:
     """Quantize the experts `name`; nothing where no kernel has a grid for their widths."""
     module = layer.experts()[name]
-    grid = demand.grid_of(_matrices(layer, name)).fitting(*experts.widths(module))
+    grid = how.demand.grid_of(_matrices(layer, name)).fitting(*experts.widths(module))
     if grid is None:
         return {}
     read = experts.RoutedInputs(*(torch.cat(parts) for parts in zip(*windows.routed(name), strict=True)))
-    with refusals(name, *_remedies(demand.method)):
-        matrices = experts.quantize(module, read, grid, demand.method)
+    with refusals(name, *_remedies(how.demand.method)):
+        matrices = experts.quantize(module, read, grid, how.demand.method, layer.each, how.threads)
     if said := experts.scarcity(module, read):
         notes.append(f"{name}: {said}")
     return dict(zip(_matrices(layer, name), matrices, strict=True))

@@ -1,8 +1,9 @@
 """How much memory calibration takes on a device, by the widths of layers: an upper bound, and the windows that fit.
 
 All is fp32, but copies of weights in bf16. At one time there are the weights of one layer; of each window that stays,
-its hidden states and what the layer's linears read and make of it; the sums over tokens of three parts of the windows
-(the total, the last share that was added, and the one that is being summed); and the work of one window.
+its hidden states and what the layer's linears read and make of it; the work of one window; and sums over tokens: of
+what one linear reads those of three parts of the windows (the total, the last share that was added, and the one that is
+being summed), or one for each linear, and the gradients of a few windows that are not counted yet.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ LOGITS = 1 << 24  # that are in memory at a time
 MOST_TOKENS = 16384  # that gradients are taken of
 USABLE = 0.9  # of the free memory: the rest is for what torch's allocator cannot fill
 PARTS = 3  # of the windows, whose sums there are at one time
+TOGETHER = 8  # windows whose gradients are held before they are summed, each linear on a thread
 STATES = 4  # hidden states of a window: the checkpoint's, the quantized layers', and what each of them adds to
 LOGITS_HELD = 6  # [tokens, vocabulary] at one time: logits, softmax, their gradient, and what is made on the way
 SCORES = 4  # matrices [heads, tokens, tokens] of attention that is not fused: scores, mask added, softmax, a copy
@@ -34,16 +36,15 @@ class LayerWidths:
         """Of its weights, one of them twice while it is exchanged, and of copies in bf16 that are multiplied with."""
         return NUMBER * (self.parameters + max((n * k for n, k in self.linears), default=0)) + 2 * self.parameters
 
-    @property
-    def sums_bytes(self) -> int:
+    def sums_bytes(self, longest: int) -> int:
         """Of sums over tokens: of what one linear reads, where codes are chosen, or of all linears, on the way back.
 
         The former are H and C, [K, K], and R, [N, K]; the latter g gᵀ, [N, N], and, where formats are priced, x xᵀ with
-        and without weights, [K, K].
+        and without weights, [K, K], besides what windows of up to `longest` tokens have left to be counted.
         """
         chosen = max((2 * k * k + n * k for n, k in self.linears), default=0)
         backwards = sum(n * n + 2 * k * k for n, k in self.linears)
-        return NUMBER * PARTS * max(chosen, backwards)
+        return max(NUMBER * PARTS * chosen, NUMBER * backwards + TOGETHER * longest * self.token_bytes)
 
     @property
     def token_bytes(self) -> int:
@@ -68,7 +69,7 @@ class ModelWidths:
         longest, held = max(lengths), sum(lengths[:windows])
         calls = NUMBER * sum(2 * length * (length + layer.hidden) for layer in self.layers[:1] for length in {*lengths})
         walks = (
-            layer.weights_bytes + layer.sums_bytes + layer.work_bytes(longest) + held * layer.token_bytes
+            layer.weights_bytes + layer.sums_bytes(longest) + layer.work_bytes(longest) + held * layer.token_bytes
             for layer in self.layers
         )
         return calls + max(max(walks), self._loss_bytes(lengths))

@@ -18,6 +18,7 @@ from typing import Any
 from numpy._core import _multiarray_umath  # type: ignore[attr-defined]  # private: links numpy's BLAS
 
 MOST_THREADS = 64  # that a recipe may ask for
+Map = Callable[..., Iterable[Any]]  # as the builtin; may call from several threads, and yields in order
 
 
 @dataclass(frozen=True)

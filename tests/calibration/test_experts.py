@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,11 +16,12 @@ from llmforge.cache import Cache
 from llmforge.calibration import Store, calibrate, experts
 from llmforge.calibration.layer import DecoderLayer
 from llmforge.calibration.skeleton import Skeleton
+from llmforge.calibration.threads import over_windows
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.passes.quantize_weights import QuantizeWeights
 from llmforge.quantization.grid import Grid
-from llmforge.quantization.grids import dequantize, pack, round_to_nearest
+from llmforge.quantization.grids import QuantizedMatrix, dequantize, pack, round_to_nearest
 from llmforge.quantization.methods.gptq import Gptq
 from llmforge.quantization.statistics import Statistics, WeightDemand
 from llmforge.rewrite.pass_base import Budget, Context
@@ -138,6 +142,27 @@ def test_an_expert_that_no_token_chooses_is_rounded(tmp_path: Path) -> None:
         assert (matrix.codes[n : 2 * n] != other.codes).any()
     assert experts.scarcity(found, seen(100, 4, unseen=2)).endswith("; 1 saw none, and are rounded to nearest")
     assert experts.scarcity(found, seen(4000, 4)) == ""
+
+
+def test_experts_on_several_threads_have_the_same_codes(tmp_path: Path) -> None:
+    found = module(tmp_path, "qwen3-moe")
+    given, made, ran = seen(300, len(weights(found).up)), [], list[set[int]]()
+    for threads in (1, 2, 3):
+        by, rounded = set[int](), Gptq()
+
+        def note(*arguments: Any, by: set[int] = by, rounded: Gptq = rounded) -> QuantizedMatrix:
+            by.add(threading.get_ident())
+            return rounded.quantize(*arguments)
+
+        method = Mock(wraps=rounded, demands=rounded.demands, quantize=note)
+        with over_windows(threads) as each:
+            made.append(experts.quantize(found, given, GRID, method, each, threads))
+        ran.append(by)
+    assert [len(by) > 1 for by in ran] == [False, True, True]
+    for parts in made[1:]:
+        for part, first in zip(parts, made[0], strict=True):
+            np.testing.assert_array_equal(part.codes, first.codes)
+            np.testing.assert_array_equal(part.scales, first.scales)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
