@@ -1,13 +1,15 @@
 """What a build will take: CPU time by stage, memory and disk, from coefficients measured on this project's own builds.
 
 Two cores of an AMD EPYC (Zen 4) with the rates of `REFERENCE`, CPU time of all processes; other machines, or that one
-on another day, are predicted by their rates. The recipes that `init` writes: a llama of 6.8 M parameters took 51 s (14
-to calibrate int4 by GPTQ on 16 × 512 tokens, 15 for quality on 30,720, 7 for latency), a mixture of experts of 11.5 M
-56 s (13, 17, 9), SmolLM2-135M, in 6 bits that take no calibration, 226 s (38 for passes and proofs, 23 for the answers
+on another day, are predicted by their rates. The recipes that `init` writes: a llama of 6.8 M parameters took 58 s (12
+to calibrate int4 by GPTQ on 16 × 512 tokens, 16 for quality on 30,720, 6 for latency), a mixture of experts of 11.5 M
+72 s (16, 19, 8), SmolLM2-135M, in 6 bits that take no calibration, 226 s (38 for passes and proofs, 23 for the answers
 of 24 chats, 95 for quality on 15,360 tokens, 60 for latency). int4 by GPTQ of SmolLM2-135M: 180 s beside other
-processes. GPTQ takes a column of inputs after the other; gradients and forward passes grow with the text. Qwen3-0.6B,
-rounded to nearest, without validation: 60 s beside other processes. TensorRT: eight layers of 320 MB in all,
-two profiles, 14 to 17 s.
+processes. GPTQ's time is that of forward passes and gradients, which grow with the text, and of rounding, which grows
+with rows and pairs of inputs: 125 CPU s for SmolLM2-135M alone, 839 for the shape of Qwen3-0.6B and twice the
+tokens, 400 and 648 for one and two layers of Qwen3-30B-A3B's (python -m benchmarks.calibration). Qwen3-0.6B,
+rounded to nearest, without validation: 60 s beside other processes. TensorRT: eight layers of 320 MB in all, two
+profiles, 14 to 17 s.
 """
 
 from __future__ import annotations
@@ -25,8 +27,15 @@ LOAD_S, CHECK_S, IMPORT_S = 1.6, 1.0, 2.6  # llmforge; recipe and data; torch an
 TRACE_S = 2.5  # of any depth: layers that repeat are copied
 VERIFY_S, VERIFY_S_PER_B = 0.2, 14.0  # the trace against transformers; of 10**9 parameters
 HASH_S_PER_GB = 1.7  # of checkpoint
-GPTQ_S_PER_COLUMN = 7e-4  # of a layer's products; stacked experts are one
-GPTQ_S_PER_TOKEN = 1e-10  # and parameter of a layer that a token uses: forward passes and gradients
+# Of rounding, for each row of a weight and pair of its inputs; experts and tables are not rounded again with the errors
+# of other rows in view, and those of a table have no corrections.
+ROUND_S_PER_PAIR, ROUND_S_PER_EXPERT_PAIR, ROUND_S_PER_TABLE_PAIR = 3e-10, 1.85e-10, 8e-11
+ROUND_S_PER_COLUMN, ROUND_S_PER_EXPERT = 9e-5, 0.1  # of a layer's products; stacked experts are one
+GPTQ_START_S = 3.0
+GPTQ_S_PER_TOKEN = 7.7e-11  # and parameter of a layer that a token uses: forward passes and gradients
+GPTQ_S_PER_TOKEN_AND_LAYER = 6.7e-5
+LOSS_S_PER_TOKEN = 2.7e-11  # and parameter of the head, of tokens that gradients are taken of
+LOSS_TOKENS, LOSS_TOKENS_PER_OUTPUT = 4096, 3  # which are so many, or more where layers have many outputs
 CARRIED_S_PER_TOKEN = 2e-11  # and parameter, of these what carries tokens through layers and sums their inputs
 PRICE_S_PER_PARAMETER = 9e-7  # of linears, whose formats are priced and tried: SmolLM2 took 93 s more than GPTQ
 TRAIN_S_PER_TOKEN = 9e-11  # and parameter that it uses: SmolLM2 took 337 s for 28,000 tokens, on busy cores
@@ -40,7 +49,7 @@ PLAN_S_PER_GB = 48.0  # of TensorRT's weights: 15.5 s for 0.32 GB
 OPEN_S, OPEN_S_PER_B = 0.2, 3.0  # engine and baseline
 QUALITY_S_PER_TOKEN = 3.5e-11  # and parameter that it uses: engine and baseline
 QUALITY_S_PER_LOGIT = 3e-8  # two of which are compared
-ANSWER_S, ANSWER_S_PER_LAYER = 1.0, 0.2  # of the steps of answers, besides
+ANSWER_S, ANSWER_S_PER_LAYER = 2.0, 0.2  # of the steps of answers, besides
 ASKED_S_PER_TOKEN = 2e-11  # and parameter of layers, of a prompt that the checkpoint answers
 ANSWERED_S_PER_TOKEN = 3.5e-11  # and parameter, of an answer; many prompts take a step together
 MOST_ASKED_BYTES = 8 << 30  # `MOST_BYTES` of llmforge.measure.chat_answers
@@ -117,10 +126,15 @@ class BuildCost:
 
 
 def calibration_s(shape: Shape, tokens: int) -> float:
-    """Predict the CPU time in which so many tokens choose codes for all weights."""
+    """Predict the CPU time in which so many tokens choose codes for all weights, embedding and head among them."""
     used = shape.active_parameters - shape.embedding - shape.head
-    columns = sum(count * _columns(layer, shape.hidden) for count, layer in shape.layers)
-    return GPTQ_S_PER_COLUMN * columns + GPTQ_S_PER_TOKEN * used * tokens
+    widest = max(_inner(layer, shape.hidden) for _, layer in shape.layers)
+    loss_tokens = min(tokens, max(LOSS_TOKENS, LOSS_TOKENS_PER_OUTPUT * widest))
+    per_token = GPTQ_S_PER_TOKEN * used + GPTQ_S_PER_TOKEN_AND_LAYER * shape.depth
+    rounded = sum(count * _rounding_s(layer, shape.hidden) for count, layer in shape.layers)
+    tables = ROUND_S_PER_TABLE_PAIR * (shape.embedding + shape.head) * shape.hidden
+    loss = LOSS_S_PER_TOKEN * loss_tokens * shape.head_matrix
+    return GPTQ_START_S + tokens * per_token + loss + rounded + tables
 
 
 def predict(
@@ -201,9 +215,22 @@ def _stages(shape: Shape, scheme: DtypeScheme, backend: BackendName, work: Build
     yield StageCost("Publish", PUBLISH_S)
 
 
-def _columns(layer: LayerSizes, hidden: int) -> int:
-    """Count the inputs of a layer's products: of queries, keys, values, gate and up, and of the two behind them."""
-    attention = layer.attention
-    mixed = hidden if attention is None else attention.heads * attention.value_dim
-    inner = layer.expert // (3 * hidden) if layer.experts else layer.width // 2
-    return 5 * hidden + mixed + inner
+def _rounding_s(layer: LayerSizes, hidden: int) -> float:
+    """Predict the CPU time in which codes of a layer are chosen, once what its products read is summed."""
+    mixed, inner = _mixed(layer, hidden), _inner(layer, hidden)
+    columns = 5 * hidden + mixed + inner  # of queries, keys, values, gate and up, and of the two after them
+    outwards = hidden * (mixed + (0 if layer.experts else inner))  # parameters that do not read hidden states
+    pairs = max(layer.matrices - outwards, 0) * hidden + hidden * mixed**2 + (0 if layer.experts else hidden * inner**2)
+    of_expert = 2 * hidden * inner * hidden + hidden * inner**2
+    experts = layer.experts * (ROUND_S_PER_EXPERT + ROUND_S_PER_EXPERT_PAIR * of_expert)
+    return ROUND_S_PER_PAIR * pairs + ROUND_S_PER_COLUMN * columns + experts
+
+
+def _mixed(layer: LayerSizes, hidden: int) -> int:
+    """Return how many inputs the product after attention has."""
+    return hidden if layer.attention is None else layer.attention.heads * layer.attention.value_dim
+
+
+def _inner(layer: LayerSizes, hidden: int) -> int:
+    """Return how many inputs the last product of the layer, or of one of its experts, has."""
+    return layer.expert // (3 * hidden) if layer.experts else layer.width // 2
