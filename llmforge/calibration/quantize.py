@@ -124,9 +124,9 @@ def _quantize_linears(
     Also return what was seen of that tensor. The last share of the windows is held out for choices.
     """
     name, demand = names[0], how.demand
-    (_, sums), *others = windows.sums(names, demand.method.demands)
-    held = None
-    for share, other in others:
+    shares = iter(windows.sums(names, demand.method.demands))  # not all at once: of large layers each takes gigabytes
+    (_, sums), held = next(shares), None
+    for share, other in shares:
         if share == SHARES - 1:
             held = other
         else:

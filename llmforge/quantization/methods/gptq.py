@@ -158,7 +158,8 @@ def target(weight: Float32, curvature: Curvature, inputs: LayerInputs) -> Float3
         rest = {key: total - inputs.held[key] for key, total in inputs.sums.items()}
         whole, others = (float(sums[InputStatistic.MOMENTS].trace()) for sums in (inputs.sums, rest))
         more = np.float32(whole / others if others else 1)  # as many tokens as H has
-        rest = {key: total * more for key, total in rest.items()}
+        for total in rest.values():
+            total *= more
         some = np.linspace(0, len(weight) - 1, min(len(weight), SAMPLED)).round().astype(np.intp)
         told, held = ({key: _of_rows(key, total, some) for key, total in sums.items()} for sums in (rest, inputs.held))
         shares = _shares(weight[some], curvature, told, held)
