@@ -1,7 +1,7 @@
 """What formats of a size lose on documentation and answers of chats: python -m benchmarks.sizes CHECKPOINT [options].
 
     python -m benchmarks.sizes FOLDER --auto 5 5.4 6 --work W  # formats chosen per weight, and the uniform ones beside
-    python -m benchmarks.sizes FOLDER --uniform trellis5-block32-int8:int6-block32-int8 --work W  # of linears : of tables
+    python -m benchmarks.sizes FOLDER --uniform trellis5-block32-int8:int6-block32-int8 --work W  # linears : tables
 
 Calibrated on 8,192 tokens of the texts that ship, as a recipe of `init` has it: half documentation, half chats that the
 checkpoint answers, where it has a chat template. KLD is that of dequantized weights in fp32 arithmetic, on evaluation
@@ -129,7 +129,9 @@ class Bench:
 
     def uniform(self, linears: str, tables: str) -> Any:
         """Choose one format, by its name, for all linears, and one for embedding and head."""
-        kept = Losses(*[named_grids(of, name) for of, name in ((self.losses.linears, linears), (self.losses.tables, tables))])
+        kept = Losses(
+            *[named_grids(of, name) for of, name in ((self.losses.linears, linears), (self.losses.tables, tables))]
+        )
         for grids, own, all_ in (
             (kept.linears, kept.choices, self.losses.choices), (kept.tables, kept.of_tables, self.losses.of_tables),
         ):  # fmt: skip

@@ -271,6 +271,9 @@ typedef struct Kernels {
     int (*round)(const Rounding *rounding, float *row);
     /* Pack `count` pairs of codes into bytes, the first of each in the low half. */
     void (*pack)(const uint8_t *codes, int64_t count, uint8_t *packed);
+    /* Codes [n, k] of a trellis whose Σ weight·(value - level)² is least in each column of a group of rows (Viterbi), of values
+     * and weights of that shape: the bits of quantization/trellis.py. */
+    void (*nearest_levels)(const float *values, const float *weights, int64_t n, int64_t k, int bits, uint8_t *codes);
     /* Multiply up to ADAPTER_ROWS rows from `first` on by numbers `from` … `to - 1` of the rows of a; of one batch's row. */
     void (*adapter_hidden)(const Adapters *adapters, int64_t batch, int64_t first, int64_t last, int64_t from, int64_t to);
     /* Add the products with columns `from` … `to - 1` of part `part` of b to these rows. */

@@ -965,6 +965,11 @@ EXPORT void llmforge_pack(const uint8_t *codes, int64_t count, uint8_t *packed) 
     (kernels ? kernels : supported(NULL))->pack(codes, count, packed);
 }
 
+/* Choose codes of a trellis of 4 or 5 bits; see `Kernels`. */
+EXPORT void llmforge_nearest_levels(const float *values, const float *weights, int64_t n, int64_t k, int bits, uint8_t *codes) {
+    (kernels ? kernels : supported(NULL))->nearest_levels(values, weights, n, k, bits, codes);
+}
+
 /* Sampling; see `Kernels`. */
 EXPORT void llmforge_draw_heads(const Heads *heads) { (kernels ? kernels : supported(NULL))->draw_heads(heads); }
 

@@ -139,7 +139,7 @@ def _round_to_levels(
     for left in reversed(range(REFITS + 1)):
         steps = np.repeat(scales, grid.block_size, axis=1)
         shares = weight / steps
-        codes = codebook.nearest(shares) if grid.codebook else trellis.nearest(shares, steps * steps, grid.bits)
+        codes = codebook.nearest(shares) if grid.codebook else _nearest_of_trellis(shares, steps * steps, grid.bits)
         if left:
             levels = _levels(codes, grid).reshape(blocks.shape)
             squares = (levels * levels).sum(-1)
@@ -147,6 +147,11 @@ def _round_to_levels(
             fits = fitted != 0 if grid.codebook else fitted > 0
             scales = stored(np.where(fits, fitted, scales), grid)
     return codes[:, :k], scales
+
+
+def _nearest_of_trellis(values: NDArray[np.float32], weights: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
+    found = rounding.nearest_levels(values, weights, bits)
+    return trellis.nearest(values, weights, bits) if found is None else found
 
 
 def _levels(codes: NDArray[np.uint8], grid: Grid) -> NDArray[np.float32]:

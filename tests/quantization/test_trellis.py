@@ -137,7 +137,9 @@ def test_compiled_loops_choose_the_codes_of_the_definition(n: int, bits: int) ->
 def test_compiled_loops_find_each_level_and_its_borders(bits: int, off: float) -> None:
     """Of columns that lie on a level, in the middle of two of a subset, beyond all, or next to them."""
     subsets = trellis.SUBSETS[bits]
-    places = np.concatenate([[-900, -127.5, 0, 128], subsets.reshape(-1), (subsets[:, 1:] + subsets[:, :-1]).ravel() / 2])
+    places = np.concatenate(
+        [[-900, -127.5, 0, 128], subsets.reshape(-1), (subsets[:, 1:] + subsets[:, :-1]).ravel() / 2]
+    )
     values = np.tile(places.astype(np.float32) + np.float32(off), (16, 1))
     count = -values.shape[1] % 32
     weight = np.pad(values, ((0, 0), (0, count))) * np.linspace(1, 2, 16, dtype=np.float32)[:, None]
