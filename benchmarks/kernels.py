@@ -43,7 +43,7 @@ class Format:
     def name(self) -> str:
         """The format in a few words."""
         grid = self.grid
-        kind = "trellis" if grid.trellis else f"{grid.bits} bits"
+        kind = f"{'trellis, ' if grid.trellis else ''}{grid.bits} bits"
         zeros = "" if grid.symmetric else ", zero points"
         two = ", int8x2" if self.terms == 2 else ""
         return f"{'' if self.ours else 'MatMulNBits, '}{kind}, block {grid.block_size}, {grid.scale}{zeros}{two}"
@@ -66,6 +66,8 @@ FORMATS = (
     Format(Grid(4, 128, False, "int8"), ours=True),
     Format(Grid(4, 32, True, "int8", trellis=True), ours=True),
     Format(Grid(4, 128, True, "fp16", trellis=True), ours=True),
+    Format(Grid(5, 32, True, "int8", trellis=True), ours=True),
+    Format(Grid(5, 32, True, "int8"), ours=True),
     Format(Grid(5, 32, False, "int8"), ours=True),
     Format(Grid(6, 32, False, "int8"), ours=True),
     Format(Grid(8, 32, True), ours=True),

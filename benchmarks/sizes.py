@@ -1,6 +1,7 @@
 """What formats of a size lose on documentation and answers of chats: python -m benchmarks.sizes CHECKPOINT [options].
 
     python -m benchmarks.sizes FOLDER --auto 5 5.4 6 --work W  # formats chosen per weight, and the uniform ones beside
+    python -m benchmarks.sizes FOLDER --uniform trellis5-block32-int8:int6-block32-int8 --work W  # linears : tables
 
 Calibrated on 8,192 tokens of the texts that ship, as a recipe of `init` has it: half documentation, half chats that the
 checkpoint answers, where it has a chat template. KLD is that of dequantized weights in fp32 arithmetic, on evaluation
@@ -126,6 +127,19 @@ class Bench:
         others = mixed._others(Skeleton.build(self.checkpoint), self.demand, self.losses)
         return mixed._candidates(self.losses, self.demand, int(bits * self.checkpoint.parameters / 8), others)
 
+    def uniform(self, linears: str, tables: str) -> Any:
+        """Choose one format, by its name, for all linears, and one for embedding and head."""
+        kept = Losses(
+            *[named_grids(of, name) for of, name in ((self.losses.linears, linears), (self.losses.tables, tables))]
+        )
+        for grids, own, all_ in (
+            (kept.linears, kept.choices, self.losses.choices), (kept.tables, kept.of_tables, self.losses.of_tables),
+        ):  # fmt: skip
+            own.update({names: {grid: formats[grid] for grid in grids} for names, formats in all_.items()})
+        kept.kept.update(self.losses.kept)
+        others = mixed._others(Skeleton.build(self.checkpoint), self.demand, self.losses)
+        return mixed._candidates(kept, self.demand, 4 * self.checkpoint.parameters, others)[0]
+
     def measure(self, demand: WeightDemand) -> dict[str, Any]:
         """Calibrate, and measure what is lost in each window of each domain."""
 
@@ -206,6 +220,13 @@ def _says(answers: NDArray[np.bool_] | None) -> NDArray[np.bool_]:
     return np.append(answers[1:], False)
 
 
+def named_grids(grids: Sequence[Grid], name: str) -> tuple[Grid, ...]:
+    """Return the one of `grids` whose format has that name."""
+    found = tuple(grid for grid in grids if grid.format.name == name)
+    assert len(found) == 1, f"{name} is none of {', '.join(grid.format.name for grid in grids)}"
+    return found
+
+
 def named(formats: Any) -> str:
     """Name a uniform choice of formats."""
     tables = "" if formats.tables is None else f", embedding and head {formats.tables.format.name}"
@@ -216,7 +237,8 @@ def main() -> None:
     """Measure the rows that are asked for, and print them as a table of Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--auto", type=float, nargs="+", default=[5.0, 6.0], metavar="BITS")
+    parser.add_argument("--auto", type=float, nargs="*", default=[5.0, 6.0], metavar="BITS")
+    parser.add_argument("--uniform", nargs="+", default=[], metavar="LINEARS:TABLES", help="names of formats")
     parser.add_argument("--work", type=Path, required=True, help="a folder for gradients, prices, answers and rows")
     parser.add_argument("--tokens", type=int, default=8192, help="to calibrate on (default: %(default)s)")
     parser.add_argument(
@@ -237,6 +259,9 @@ def main() -> None:
 
     domains = "".join(f"{domain}|as a share|" for domain in bench.domains)
     print(f"|what|bits|predicted|{domains}CPU s|\n|---|{'--:|' * (3 + 2 * len(bench.domains))}", flush=True)
+    for each in options.uniform:
+        chosen = bench.uniform(*each.split(":"))
+        print(bench.told(named(chosen), row(named(chosen), chosen), None), flush=True)
     for bits in options.auto:
         own, uniform = bench.candidates(bits)
         beside = None

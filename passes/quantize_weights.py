@@ -76,7 +76,7 @@ from llmforge.ir.operators.contrib import INT8_ACTIVATIONS
 from llmforge.ir.operators.standard import Gather, MatMul
 from llmforge.quantization import methods
 from llmforge.quantization.formats import SUPERSCALED
-from llmforge.quantization.grid import PORTABLE_BITS, Grid, Scale, gguf_type
+from llmforge.quantization.grid import PORTABLE_BITS, TRELLIS_BITS, Grid, Scale, gguf_type
 from llmforge.quantization.methods.base import Method
 from llmforge.quantization.statistics import ChannelDemand, Demand, WeightDemand, exclusion
 from llmforge.quantization.stored import require
@@ -130,7 +130,8 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
     codes: Annotated[
         Literal["uniform", "trellis", "gguf"],
         Field(
-            description="trellis: 4 bits choose among 32 levels, by the codes of the rows before; gguf: the types of "
+            description="trellis: 4 bits choose among 32 levels, 5 among 64, by the codes of the rows before (with "
+            "`layer_bits`, other widths are uniform); gguf: the types of "
             "GGUF files, by `bits`: Q3_K, Q4_K, Q5_K, Q6_K, Q8_0, and those of blocks of 32 where 256 does not divide "
             "the input features, `auto` among all, also Q2_K, IQ4_XS and IQ4_NL; both need llmforge's CPU kernels"
         ),
@@ -194,8 +195,8 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
             )
         if self.scales == "bf16" and self.embedding_bits not in (*PORTABLE_BITS, KEPT_BITS):
             raise ValueError("scales: bf16 go with embedding_bits: 4, 8 or 16")
-        if self.codes == "trellis" and (self.bits != 4 or not self.symmetric):
-            raise ValueError("codes: trellis has bits: 4 and symmetric: true")
+        if self.codes == "trellis" and (self.bits not in TRELLIS_BITS or not self.symmetric):
+            raise ValueError("codes: trellis has bits: 4 or 5, and symmetric: true")
         native = not (self.grid.portable and self.embedding_bits in (*PORTABLE_BITS, KEPT_BITS))
         if native and self.accuracy_level != INT8_ACTIVATIONS:
             raise ValueError(f"this format needs llmforge's CPU kernels, which have accuracy_level: {INT8_ACTIVATIONS}")

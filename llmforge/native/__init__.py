@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     import onnxruntime as ort
 
 DOMAIN = "llmforge.cpu"
-VERSION = 9  # of the operators and of the layout of their weights; operators.c has it, too
-READS = (5, 6, 7, 8, 9)  # versions whose engines run: 5 had no minima, 6 no outliers, 7 no encoders, 8 no plain GELU
+VERSION = 10  # of the operators and of the layout of their weights; operators.c has it, too
+# versions whose engines run: 5 had no minima, 6 no outliers, 7 no encoders, 8 no plain GELU, 9 no trellis of 5 bits
+READS = (5, 6, 7, 8, 9, 10)
 # From the one that runs everywhere to the fastest; `neon` has dot products and is the only one for ARM.
 INSTRUCTION_SETS = ("generic", "avx2", "avx512vnni", "avx512bf16", "neon")
 L = TypeVar("L", bound=ctypes.CDLL)

@@ -18,9 +18,11 @@
  * fp32, fp16, or int8 times the superscale (exact in fp32: 7 bits and 8). Zero points are bytes; where codes have 4 bits or fewer, byte
  * i of 8 holds that of row i in its low half and that of row i + 8 in its high half.
  *
- * A trellis code of 4 bits is (u, i): u its top bit, i the number of a value among eight. Which eight is said by u and by
- * those of the two rows before, u' and u'' (0 in front of the first row of a group): TRELLIS[2·u' + (u ^ u'')][i], times
- * the scale. (Trellis-coded quantization, Marcellin and Fischer 1990; the code is Ungerboeck's with four states.)
+ * A trellis code of 4 or 5 bits is (u, i): u its top bit, i the number of a value among eight or sixteen. Which those are is
+ * said by u and by those of the two rows before, u' and u'' (0 in front of the first row of a group): TRELLIS4[s][i] or
+ * TRELLIS5[s][i] with s = 2·u' + (u ^ u''), times the scale. Values of s and 3 - s are mirrored around 0: that of (3 - s, i)
+ * is minus that of s and the largest i less this one. (Trellis-coded quantization, Marcellin and Fischer 1990; the code is
+ * Ungerboeck's with four states.)
  *
  * Codes come in parts of 32 columns, each a number of vectors of 64 bytes. Byte 4·lane + j of vector v of a part with 8
  * bits is the code of row `lane` and column 4v + j, for eight v. With fewer bits the same eight vectors are cut into planes
@@ -32,7 +34,7 @@ enum { SCALE_FP32 = 0, SCALE_FP16 = 1, SCALE_INT8 = 2 };
 #define PART 32
 #define SUPERBLOCK 256 /* columns; blocks of int8 scales divide it */
 #define TRELLIS_MIDDLE 128
-extern const int8_t TRELLIS[4][8];
+extern const int8_t TRELLIS4[4][8], TRELLIS5[4][16];
 typedef struct Weights {
     const uint8_t *data;
     int64_t n, k, block;
@@ -269,6 +271,9 @@ typedef struct Kernels {
     int (*round)(const Rounding *rounding, float *row);
     /* Pack `count` pairs of codes into bytes, the first of each in the low half. */
     void (*pack)(const uint8_t *codes, int64_t count, uint8_t *packed);
+    /* Codes [n, k] of a trellis whose Σ weight·(value - level)² is least in each column of a group of rows (Viterbi), of values
+     * and weights of that shape: the bits of quantization/trellis.py. */
+    void (*nearest_levels)(const float *values, const float *weights, int64_t n, int64_t k, int bits, uint8_t *codes);
     /* Multiply up to ADAPTER_ROWS rows from `first` on by numbers `from` … `to - 1` of the rows of a; of one batch's row. */
     void (*adapter_hidden)(const Adapters *adapters, int64_t batch, int64_t first, int64_t last, int64_t from, int64_t to);
     /* Add the products with columns `from` … `to - 1` of part `part` of b to these rows. */

@@ -26,13 +26,20 @@
     } while (0)
 #define REFUSE(message) return ort_status(api, STATUS_INVALID_ARGUMENT, DOMAIN "::" message)
 
-/* Levels of the trellis, ascending 0 … 31, in the four subsets of every fourth: the 32 levels that round blocks of 32
- * normal deviates, scaled by their largest, with the least squared error (tests/native/test_trellis.py finds them). */
-const int8_t TRELLIS[4][8] = {
+/* Levels of a trellis, ascending 0 … 31 or 0 … 63, in the four subsets of every fourth: those that round blocks of 32
+ * normal deviates with the least squared error (tests/quantization/test_trellis.py), with 4 bits scaled by their largest,
+ * with 5 by what fits them best. */
+const int8_t TRELLIS4[4][8] = {
     {-127, -75, -45, -21, 3, 27, 52, 84},
     {-97, -59, -33, -9, 15, 39, 66, 112},
     {-112, -66, -39, -15, 9, 33, 59, 97},
     {-84, -52, -27, -3, 21, 45, 75, 127},
+};
+const int8_t TRELLIS5[4][16] = {
+    {-127, -99, -75, -57, -43, -31, -19, -9, 1, 11, 22, 34, 46, 61, 80, 107},
+    {-115, -86, -65, -50, -37, -25, -14, -4, 6, 16, 28, 40, 53, 70, 92, 126},
+    {-126, -92, -70, -53, -40, -28, -16, -6, 4, 14, 25, 37, 50, 65, 86, 115},
+    {-107, -80, -61, -46, -34, -22, -11, -1, 9, 19, 31, 43, 57, 75, 99, 127},
 };
 
 static const Kernels *kernels;
@@ -148,7 +155,8 @@ static Status *read_weights(const Api *api, const KernelInfo *info, Weights *w) 
     w->minimums = (int)minimums;
     if (bits < 3 || bits == 7 || bits > 8) REFUSE("Linear, Embedding: bits is 3, 4, 5, 6 or 8");
     if (scales < SCALE_FP32 || scales > SCALE_INT8) REFUSE("Linear, Embedding: scales is 0 … 2");
-    if (trellis && (bits != 4 || zero_points)) REFUSE("Linear, Embedding: a trellis has 4 bits and no zero points");
+    if (trellis && ((bits != 4 && bits != 5) || zero_points))
+        REFUSE("Linear, Embedding: a trellis has 4 or 5 bits and no zero points");
     if (minimums && (scales == SCALE_INT8 || zero_points || trellis))
         REFUSE("Linear, Embedding: minimums go with fp32 or fp16 scales, and neither with zero points nor with a trellis");
     const int halves = w->block == PART / 2 && w->k % PART == 0;
@@ -934,7 +942,7 @@ static const Kernels *supported(const char *name) {
 #define EXPORT __attribute__((visibility("default")))
 
 /* `VERSION` of llmforge/native/__init__.py, which tells a library that was compiled from older sources by it. */
-EXPORT int64_t llmforge_version(void) { return 9; }
+EXPORT int64_t llmforge_version(void) { return 10; }
 
 /* Choose the kernels of an instruction set by name, NULL: the best. Returns the name, or NULL where it cannot run here. */
 EXPORT const char *llmforge_kernels(const char *name) {
@@ -955,6 +963,11 @@ EXPORT int llmforge_round(const Rounding *rounding) {
 /* Pack `count` pairs of 4-bit codes into bytes, the first of each in the low half. */
 EXPORT void llmforge_pack(const uint8_t *codes, int64_t count, uint8_t *packed) {
     (kernels ? kernels : supported(NULL))->pack(codes, count, packed);
+}
+
+/* Choose codes of a trellis of 4 or 5 bits; see `Kernels`. */
+EXPORT void llmforge_nearest_levels(const float *values, const float *weights, int64_t n, int64_t k, int bits, uint8_t *codes) {
+    (kernels ? kernels : supported(NULL))->nearest_levels(values, weights, n, k, bits, codes);
 }
 
 /* Sampling; see `Kernels`. */

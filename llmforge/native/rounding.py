@@ -36,7 +36,9 @@ class _RoundingArguments(ctypes.Structure):
 @cache
 def _library() -> ctypes.CDLL | None:
     pack = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p], None
-    return native.functions({"round": ([ctypes.POINTER(_RoundingArguments)], ctypes.c_int), "pack": pack}, ctypes.CDLL)
+    levels = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 2, ctypes.c_int, ctypes.c_void_p], None
+    rounding = [ctypes.POINTER(_RoundingArguments)], ctypes.c_int
+    return native.functions({"round": rounding, "pack": pack, "nearest_levels": levels}, ctypes.CDLL)
 
 
 def takes(weight: NDArray[Any]) -> bool:
@@ -79,6 +81,19 @@ def round_to_nearest(
     if found < 0:
         raise MemoryError(f"a row of {k} numbers")
     return bool(found)
+
+
+def nearest_levels(values: NDArray[np.float32], weights: NDArray[np.float32], bits: int) -> NDArray[np.uint8] | None:
+    """Choose codes [N, K] of a trellis as `quantization.trellis.nearest` does, of matrices [N, K]; None: no kernels."""
+    library = _library()
+    if library is None:
+        return None
+    values, weights = np.ascontiguousarray(values, np.float32), np.ascontiguousarray(weights, np.float32)
+    assert values.shape == weights.shape
+    codes = np.empty(values.shape, np.uint8)
+    places = values.ctypes.data, weights.ctypes.data, *values.shape, bits, codes.ctypes.data
+    library.llmforge_nearest_levels(*places)
+    return codes
 
 
 def pack(codes: NDArray[np.uint8]) -> NDArray[np.uint8] | None:

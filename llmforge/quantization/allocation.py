@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from llmforge.base.errors import UsageError
 from llmforge.quantization import cpu_layout
 from llmforge.quantization.formats import K_SCALES, SUPERBLOCK
-from llmforge.quantization.grid import IQ4_NL, IQ4_XS, Q2_K, Grid, Scale, gguf_type
+from llmforge.quantization.grid import IQ4_NL, IQ4_XS, Q2_K, TRELLIS_BITS, Grid, Scale, gguf_type
 from llmforge.quantization.trellis import LANES
 
 # Types of GGUF: Q3_K, Q4_K, Q5_K, Q6_K, in rows of whole superblocks; Q4_0, Q4_1, Q5_0, Q5_1, Q8_0; Q2_K and IQ4_XS in
@@ -38,9 +38,9 @@ LINEARS: Mapping[Scale, tuple[Grid, ...]] = {
             (4, 64, True, True),
             (4, 32, True, True),
             (4, 32, False, False),  # where rows are too few for a trellis
-            (5, 64, True, False),
-            (5, 32, True, False),
-            (5, 32, False, False),
+            (5, 64, True, True),
+            (5, 32, True, True),
+            (5, 32, False, False),  # where rows are too few, too, or have outliers
             (6, 64, True, False),
             (6, 32, True, False),
             (8, 64, True, False),
@@ -54,7 +54,7 @@ LINEARS: Mapping[Scale, tuple[Grid, ...]] = {
 }
 TABLES: Mapping[Scale, tuple[Grid, ...]] = {
     "int8": tuple(
-        Grid(bits, block_size, True, "int8", trellis=bits == 4)
+        Grid(bits, block_size, True, "int8", trellis=bits in TRELLIS_BITS)
         for bits, block_size in ((4, 32), (5, 64), (5, 32), (6, 64), (6, 32), (8, 64))
     ),
     "int6-fp16": GGUF,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 BITS: Mapping[str, int] = (
     {"fp32": 32, "fp16": 16, "bf16": 16, "fp8": 8, "fp4": 4}
     | {f"int{bits}": bits for bits in (2, 3, 4, 5, 6, 8)}
-    | {"trellis4": 4, "iq4": 4}  # quantization.trellis, quantization.codebook
+    | {"trellis4": 4, "trellis5": 5, "iq4": 4}  # quantization.trellis, quantization.codebook
     | {"int4-fp16": 4, "int6-fp16": 6, "int8-fp16": 8}  # scales of GGUF's K types
 )
 SUPERBLOCK = 256  # input features that share a superscale, 16 bits, where scales are codes
@@ -152,4 +152,9 @@ GGUF = (
     Format("int2", 16, "int4-fp16", minimums=True),
     *(Format("iq4", 32, scale) for scale in ("fp16", "int6-fp16")),
 )
-TRELLISES = tuple(Format("trellis4", 2**size, scale) for size in range(4, 17) for scale in ("fp32", "fp16", "int8"))
+TRELLISES = tuple(
+    Format(dtype, 2**size, scale)
+    for dtype in ("trellis4", "trellis5")
+    for size in range(4, 17)
+    for scale in ("fp32", "fp16", "int8")
+)

@@ -13,6 +13,7 @@ BITS = (2, 3, 4, 5, 6, 8)
 Scale = Literal["fp32", "fp16", "bf16", "int8", "int4-fp16", "int6-fp16", "int8-fp16"]
 PORTABLE_BITS = (4, 8)  # that com.microsoft::MatMulNBits has, and servers of others
 QMOE_BITS = (4, 8)  # that com.microsoft::QMoE has
+TRELLIS_BITS = (4, 5)  # `quantization.trellis`
 _FEWEST = 2  # bits
 _CODEBOOKS = {(4, 32, scale, False) for scale in ("fp16", "int6-fp16")}  # of GGUF: IQ4_NL, IQ4_XS
 SMALLEST_BLOCK = 16  # com.microsoft::MatMulNBits: "a power of two and not smaller than 16"
@@ -52,8 +53,8 @@ class Grid:
             raise ValueError("2 bits go with minima, blocks of 16 and int4-fp16 scales, and these with nothing else")
         if self.codebook and (self.trellis or not self.symmetric or held not in _CODEBOOKS):
             raise ValueError("a codebook has 4 bits, blocks of 32, fp16 or int6-fp16 scales, and no zero points")
-        if self.trellis and (self.bits != 4 or not self.symmetric):
-            raise ValueError("a trellis has 4 bits and no zero points")
+        if self.trellis and (self.bits not in TRELLIS_BITS or not self.symmetric):
+            raise ValueError("a trellis has 4 or 5 bits and no zero points")
         if self.minimums and (self.symmetric or self.scale in ("int8", "int8-fp16")):
             raise ValueError("minima go with fp32, fp16, int4-fp16 or int6-fp16 scales, and codes are not symmetric")
         if self.scale == "bf16" and (self.bits not in PORTABLE_BITS or self.trellis or self.minimums):
@@ -117,14 +118,14 @@ class Grid:
         return -(-k // self.block_size)
 
     def of_bits(self, bits: int) -> Grid:
-        """Return this grid with other bits; a trellis or a codebook has 4, and becomes uniform codes where they differ.
+        """Return this grid with other bits; a trellis has 4 or 5, a codebook 4: with others codes become uniform.
 
         In place of a K type of GGUF comes its type of so many bits.
         """
         if self.scale in K_SCALES:
             return gguf_type(bits)
-        same = bits == self.bits
-        return replace(self, bits=bits, trellis=self.trellis and same, codebook=self.codebook and same)
+        trellis, codebook = self.trellis and bits in TRELLIS_BITS, self.codebook and bits == self.bits
+        return replace(self, bits=bits, trellis=trellis, codebook=codebook)
 
     def dividing(self, k: int) -> Grid | None:
         """Return this grid with the largest block, up to its own, that divides rows of `k`; None: it is too small.

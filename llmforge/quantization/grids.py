@@ -139,14 +139,23 @@ def _round_to_levels(
     for left in reversed(range(REFITS + 1)):
         steps = np.repeat(scales, grid.block_size, axis=1)
         shares = weight / steps
-        codes = codebook.nearest(shares) if grid.codebook else trellis.nearest(shares, steps * steps)
+        codes = codebook.nearest(shares) if grid.codebook else _nearest_of_trellis(shares, steps * steps, grid.bits)
         if left:
-            levels = (codebook if grid.codebook else trellis).decode(codes).reshape(blocks.shape)
+            levels = _levels(codes, grid).reshape(blocks.shape)
             squares = (levels * levels).sum(-1)
             fitted = np.divide((blocks * levels).sum(-1), squares, out=scales.copy(), where=squares > 0)
             fits = fitted != 0 if grid.codebook else fitted > 0
             scales = stored(np.where(fits, fitted, scales), grid)
     return codes[:, :k], scales
+
+
+def _nearest_of_trellis(values: NDArray[np.float32], weights: NDArray[np.float32], bits: int) -> NDArray[np.uint8]:
+    found = rounding.nearest_levels(values, weights, bits)
+    return trellis.nearest(values, weights, bits) if found is None else found
+
+
+def _levels(codes: NDArray[np.uint8], grid: Grid) -> NDArray[np.float32]:
+    return codebook.decode(codes) if grid.codebook else trellis.decode(codes, grid.bits)
 
 
 def dequantize(matrix: QuantizedMatrix) -> NDArray[np.float32]:
@@ -163,8 +172,7 @@ def dequantize(matrix: QuantizedMatrix) -> NDArray[np.float32]:
 def _dequantized(matrix: QuantizedMatrix) -> NDArray[np.float32]:
     grid, (_, k) = matrix.grid, matrix.shape
     if grid.trellis or grid.codebook:
-        levels = (codebook if grid.codebook else trellis).decode(matrix.codes)
-        decoded: NDArray[np.float32] = levels * _spread(matrix.scales, grid, k)
+        decoded: NDArray[np.float32] = _levels(matrix.codes, grid) * _spread(matrix.scales, grid, k)
         return decoded
     if matrix.minimums is not None:
         exact = matrix.codes * _spread(matrix.scales, grid, k).astype(np.float64)  # one rounding, as the kernels do it

@@ -51,7 +51,7 @@ FORMATS = tuple(
     for symmetric in (True, False)
     for scale in ("fp32", "fp16", "int8")
     for trellis in (False, True)
-    if not trellis or (bits == 4 and symmetric)
+    if not trellis or (bits in (4, 5) and symmetric)
 ) + tuple(
     Grid(bits, block_size, symmetric, scale, minimums=not symmetric)
     for bits in (3, 4, 5, 6, 8)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from llmforge import native
 from llmforge.base.errors import UsageError
 from llmforge.native import rounding
-from llmforge.quantization import grids
+from llmforge.quantization import grids, trellis
 from llmforge.quantization.grid import Grid
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the CPU kernels are not compiled here")
@@ -108,3 +108,15 @@ def test_codes_are_packed_in_pairs(kernels: str, count: int) -> None:
     turned = rounding.pack(np.asfortranarray(codes))
     assert turned is not None
     assert turned.tobytes() == packed.tobytes()
+
+
+@pytest.mark.parametrize("bits", [4, 5])
+@pytest.mark.parametrize(("n", "k"), [(32, 64), (37, 19), (1, 1), (16, 16)])
+def test_codes_of_a_trellis_are_chosen_as_in_numpy(kernels: str, bits: int, n: int, k: int) -> None:
+    """Numbers between and beyond levels, on them and in the middle of two, rows that cost nothing."""
+    rng = np.random.default_rng(n)
+    for drawn in (rng.standard_normal((n, k)) * 50, rng.integers(-280, 280, (n, k)) / 2, np.full((n, k), 1e15)):
+        values = drawn.astype(np.float32)
+        for weights in (rng.uniform(0, 2, (n, k)), np.ones((n, k)), np.zeros((n, k))):
+            found = rounding.nearest_levels(values, weights.astype(np.float32), bits)
+            np.testing.assert_array_equal(found, trellis.nearest(values, weights.astype(np.float32), bits))

@@ -335,6 +335,20 @@ def test_weights_that_are_not_finite_are_refused_by_name() -> None:
 def test_methods_give_a_trellis(method: str) -> None:
     options_ = {"budget": {"kld_mean": 0.1}, "method": method, "codes": "trellis", "symmetric": True, "scales": "int8"}
     assert options.make(QuantizeWeights, options_).grid == Grid(4, 32, True, "int8", True)
+    assert options.make(QuantizeWeights, {**options_, "bits": 5}).grid == Grid(5, 32, True, "int8", True)
+    with pytest.raises(ValidationError, match="codes: trellis has bits: 4 or 5"):
+        options.make(QuantizeWeights, {**options_, "bits": 6})
+
+
+def test_layers_of_a_trellis_may_have_its_other_width() -> None:
+    model = graphs.llama(graphs.Llama(layers=3))
+    of_layers = {"model.layers.1.*": 5, "model.layers.2.*": 6}  # of 6 bits there is no trellis
+    options_ = {"method": "rtn", "codes": "trellis", "symmetric": True, "scales": "int8", "embedding_bits": 6}
+    changes = QuantizeWeights(BUDGET, layer_bits=of_layers, **options_).run(model, graphs.CPU)
+    said = {change.node: change.what for change in changes.rewritten}
+    assert said["l0_o_node"].startswith("rtn, 4 bits, blocks of 32, trellis")
+    assert said["l1_o_node"].startswith("rtn, 5 bits, blocks of 32, trellis")
+    assert said["l2_o_node"].startswith("rtn, 6 bits, blocks of 32, symmetric")
 
 
 def test_inputs_that_were_seen_choose_codes() -> None:

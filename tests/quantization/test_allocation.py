@@ -73,6 +73,7 @@ def test_what_has_no_format_or_no_loss_is_refused() -> None:
         ([32, 16], 64, Grid(4, 64, True, "int8", trellis=True), True),
         ([40], 64, Grid(4, 64, True, "int8", trellis=True), True),
         ([40, 16], 64, Grid(4, 64, True, "int8", trellis=True), False),  # of 16 rows, 8 would be of each matrix
+        ([40, 16], 64, Grid(5, 64, True, "int8", trellis=True), False),
         ([40, 16], 64, Grid(4, 64, False, "int8"), True),
         ([40], 96, Grid(4, 64, False, "int8"), False),
         ([40], 96, Grid(4, 64, False, "fp16"), True),
@@ -80,3 +81,16 @@ def test_what_has_no_format_or_no_loss_is_refused() -> None:
 )
 def test_a_format_fits_rows_that_it_divides(heights: list[int], k: int, grid: Grid, expected: bool) -> None:
     assert allocation.fits(heights, k, grid) is expected
+
+
+@pytest.mark.parametrize(("heights", "k"), [([40, 16], 64), ([40, 16], 96), ([16], 64)])
+def test_weights_have_formats_of_every_size_whatever_their_rows(heights: list[int], k: int) -> None:
+    fitting = [grid for grid in allocation.LINEARS["int8"] if allocation.fits(heights, k, grid)]
+    assert {grid.bits for grid in fitting} >= {3, 4, 5, 6}
+    assert any(grid.trellis and grid.bits == 5 for grid in fitting) == (heights == [16])
+
+
+def test_a_trellis_takes_the_bytes_of_plain_codes_of_as_many_bits() -> None:
+    for bits, block_size in ((4, 32), (5, 32), (5, 64)):
+        plain, coded = (Grid(bits, block_size, True, "int8", trellis) for trellis in (False, True))
+        assert allocation.size_bytes(48, 256, plain) == allocation.size_bytes(48, 256, coded)

@@ -340,14 +340,14 @@ def test_bad_input_is_refused() -> None:
         Curvature.of(np.full((32, 32), np.nan, np.float32), DAMPING)
 
 
-@pytest.mark.parametrize("trellis", [False, True])
-def test_scales_can_be_stored_whatever_was_rounded_again(trellis: bool) -> None:
+@pytest.mark.parametrize(("bits", "trellis"), [(4, False), (4, True), (5, True)])
+def test_scales_can_be_stored_whatever_was_rounded_again(bits: int, trellis: bool) -> None:
     rng = np.random.default_rng(0)
     x, g = rng.standard_normal((900, 256)) * np.linspace(1, 0.1, 256), rng.standard_normal((300, 64))
     weight = (rng.standard_normal((64, 256)) * np.exp(rng.standard_normal((64, 1)))).astype(np.float32)
     curvature = Curvature.of((x.T @ x).astype(np.float32), 0.01)
     outputs = ((g.T @ g / len(g)).astype(np.float32),)
-    grid = Grid(4, 32, True, "int8", trellis)
+    grid = Grid(bits, 32, True, "int8", trellis)
     matrix = gptq(weight, curvature, grid, outputs)
     codes, supers = split(matrix.scales, grid)  # refuses what cannot be stored
     assert (codes != 0).all()

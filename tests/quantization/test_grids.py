@@ -219,7 +219,9 @@ def test_scales_that_int8_does_not_store_are_refused() -> None:
         stored(np.array([[1e6]], np.float32), Grid(4, 32, True, "fp16"))
 
 
-@pytest.mark.parametrize("grid", [Grid(8, 32, True, "int8"), Grid(4, 32, True, "int8", trellis=True)])
+@pytest.mark.parametrize(
+    "grid", [Grid(8, 32, True, "int8"), *(Grid(bits, 32, True, "int8", trellis=True) for bits in (4, 5))]
+)
 def test_numbers_are_made_by_rows_in_little_more_memory_than_they_take(grid: Grid) -> None:
     matrix = round_to_nearest(np.random.default_rng(0).standard_normal((2005, 512)).astype(np.float32), grid)
     tracemalloc.start()

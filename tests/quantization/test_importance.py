@@ -18,6 +18,7 @@ GRIDS = [
     Grid(6, 32, True, "int8"),
     Grid(5, 64, False),
     Grid(4, 32, True, "int8", trellis=True),
+    Grid(5, 32, True, "int8", trellis=True),
 ]
 
 

@@ -139,7 +139,7 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
     "grid",
     [
         Grid(4, 32, False), Grid(3, 32, False, "fp16"), Grid(8, 64, True, "fp16"), Grid(4, 32, True, "int8"),
-        Grid(4, 32, True, "int8", trellis=True),
+        Grid(4, 32, True, "int8", trellis=True), Grid(5, 64, True, "int8", trellis=True),
     ],
     ids=str,
 )  # fmt: skip
