@@ -512,7 +512,7 @@ def mean_kld(logits: torch.Tensor, reference: torch.Tensor) -> float:
 
 
 @pytest.mark.slow
-@torch.inference_mode()
+@torch.no_grad()
 def test_gptq_halves_what_rounding_to_nearest_costs(sample_checkpoint: Path, data: Path) -> None:
     checkpoint = Checkpoint.open(sample_checkpoint)
     seen, unseen = (
