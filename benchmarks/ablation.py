@@ -272,7 +272,6 @@ INGREDIENTS: Mapping[str, Change] = {
     "no search of grids: the range of each block": _of_options(steps=0),
     "8 ranges a block in place of 21": _of_options(steps=7),
     "no sweeps of refinement": _of_options(sweeps=0),
-    "one sweep in place of two": _of_options(sweeps=1),
     "four sweeps in place of two": _of_options(sweeps=4),
     "sweeps without refit of scales and zero points": partial(_of_loops, *NO_REFIT),
     "sweeps without refit of zero points": partial(_of_loops, ZERO_POINTS_STAY),
