@@ -62,7 +62,7 @@ def require_near(one: Statistics, other: Statistics) -> None:
     assert one.linears.keys() == other.linears.keys()
     for name, matrix in one.linears.items():
         a, b = dequantize(matrix), dequantize(other.linears[name])
-        assert np.mean(np.abs(a - b) > 1e-3 * np.abs(a).max()) < 0.02, name
+        assert np.mean(np.abs(a - b) > 1e-3 * np.abs(a).max()) < 0.03, name
     assert one.kv.keys() == other.kv.keys()
     for layer, of in one.kv.items():
         np.testing.assert_allclose(of.key, other.kv[layer].key, rtol=0.02, atol=1e-3)
