@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -217,8 +218,7 @@ def _backwards(
         for begin in range(0, len(chosen), TOGETHER):
             together = range(begin, min(begin + TOGETHER, len(chosen)))
             seen, made = zip(*layer.each(run, together), strict=True)
-            counted = [[*zip(together, seen, strict=True)]] * len(linears)
-            list(layer.each(count, counted, largest_first))
+            list(layer.each(partial(count, [*zip(together, seen, strict=True)]), largest_first))
             gradients += made
     flowing[:] = [gradient for gradient in gradients if gradient is not None]
     if len(flowing) < len(chosen):

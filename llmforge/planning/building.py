@@ -35,7 +35,8 @@ GPTQ_START_S = 3.0
 GPTQ_S_PER_TOKEN = 7.7e-11  # and parameter of a layer that a token uses: forward passes and gradients
 GPTQ_S_PER_TOKEN_AND_LAYER = 6.7e-5
 LOSS_S_PER_TOKEN = 2.7e-11  # and parameter of the head, of tokens that gradients are taken of
-LOSS_TOKENS, LOSS_TOKENS_PER_OUTPUT = 4096, 3  # which are so many, or more where layers have many outputs
+# … so many, or more where linears have many outputs: those of llmforge.calibration.gradients, which imports torch.
+LOSS_TOKENS, LOSS_TOKENS_PER_OUTPUT, MOST_LOSS_TOKENS = 4096, 3, 16384
 CARRIED_S_PER_TOKEN = 2e-11  # and parameter, of these what carries tokens through layers and sums their inputs
 PRICE_S_PER_PARAMETER = 9e-7  # of linears, whose formats are priced and tried: SmolLM2 took 93 s more than GPTQ
 TRAIN_S_PER_TOKEN = 9e-11  # and parameter that it uses: SmolLM2 took 337 s for 28,000 tokens, on busy cores
@@ -128,8 +129,11 @@ class BuildCost:
 def calibration_s(shape: Shape, tokens: int) -> float:
     """Predict the CPU time in which so many tokens choose codes for all weights, embedding and head among them."""
     used = shape.active_parameters - shape.embedding - shape.head
-    widest = max(_inner(layer, shape.hidden) for _, layer in shape.layers)
-    loss_tokens = min(tokens, max(LOSS_TOKENS, LOSS_TOKENS_PER_OUTPUT * widest))
+    outputs = max(
+        max(_mixed(layer, shape.hidden), 0 if layer.experts else _inner(layer, shape.hidden))
+        for _, layer in shape.layers
+    )
+    loss_tokens = min(tokens, max(LOSS_TOKENS, LOSS_TOKENS_PER_OUTPUT * outputs), MOST_LOSS_TOKENS)
     per_token = GPTQ_S_PER_TOKEN * used + GPTQ_S_PER_TOKEN_AND_LAYER * shape.depth
     rounded = sum(count * _rounding_s(layer, shape.hidden) for count, layer in shape.layers)
     tables = ROUND_S_PER_TABLE_PAIR * (shape.embedding + shape.head) * shape.hidden

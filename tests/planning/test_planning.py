@@ -18,6 +18,7 @@ from llmforge import targets
 from llmforge.backends import PROVIDERS
 from llmforge.backends.tensorrt import refusals
 from llmforge.base.errors import UnsupportedError, UsageError
+from llmforge.calibration import gradients
 from llmforge.measure import chat_answers
 from llmforge.measure.rates import MachineRates
 from llmforge.metrics.units import significant, step_time
@@ -653,6 +654,11 @@ def test_a_calibration_is_predicted_within_a_fifth(name: str) -> None:
     config, tokens, depth, measured = CALIBRATED[name]
     given = {"max_position_embeddings": 4096, "torch_dtype": "bfloat16", **config, "num_hidden_layers": depth}
     assert building.calibration_s(families.shape(name, given), tokens) == pytest.approx(measured, rel=0.2)
+
+
+def test_as_many_tokens_have_a_loss_as_gradients_are_taken_of() -> None:
+    ours = building.LOSS_TOKENS, building.LOSS_TOKENS_PER_OUTPUT, building.MOST_LOSS_TOKENS
+    assert ours == (gradients.TOKENS, gradients.PER_OUTPUT, gradients.MOST_TOKENS)
 
 
 def test_a_machine_half_as_fast_takes_twice_as_long() -> None:
