@@ -117,7 +117,7 @@ class DecoderLayer:
         for recorder in call.kwargs.values():
             if isinstance(recorder, _CacheRecorder):
                 recorder.ended = True  # what it recorded is of an earlier run
-        with nullcontext() if self.as_transformers else compiled_attention():
+        with nullcontext() if self.as_transformers else compiled_attention(_is_narrowed(self.module)):
             return _hidden(self.module(self.device.put(state), *call.args, **call.kwargs))
 
     def advance(self, states: list[torch.Tensor]) -> None:
@@ -411,7 +411,7 @@ def _is_setting(name: str, value: object) -> bool:
 
 
 def fast(linears: Iterable[torch.nn.Linear]) -> AbstractContextManager[None]:
-    """Let `linears` multiply in bf16 where their device does that faster.
+    """Let `linears` multiply in bf16 where their device does that faster, and attention in layers that they are of.
 
     What is summed over tokens is coarser than that: gradients of few tokens, and what rounded weights change in what a
     linear reads.
@@ -420,28 +420,38 @@ def fast(linears: Iterable[torch.nn.Linear]) -> AbstractContextManager[None]:
     return narrowed(given) if all(not each.weight.is_cpu or has_bf16() for each in given) else nullcontext()
 
 
+class _Bf16Product:
+    """What stands in for the `forward` of a linear that is narrowed."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        self.linear = linear
+        self.held = linear.weight, linear.weight.bfloat16()
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """Return what the linear makes of `input`."""
+        weight, narrow = self.held
+        if self.linear.weight is not weight:  # it was changed
+            _, narrow = self.held = self.linear.weight, self.linear.weight.bfloat16()
+        y = torch.nn.functional.linear(input.bfloat16(), narrow).float()
+        return y if self.linear.bias is None else y + self.linear.bias
+
+
+def _is_narrowed(module: torch.nn.Module) -> bool:
+    """Say whether a linear of `module` is narrowed."""
+    return any(isinstance(vars(each).get("forward"), _Bf16Product) for each in module.modules())
+
+
 @contextmanager
 def narrowed(linears: Iterable[torch.nn.Linear]) -> Iterator[None]:
     """Let `linears` multiply in bf16, forwards and backwards, with fp32 sums; what goes in and comes out is fp32.
 
-    One that computes something else than a linear is left alone.
+    So does attention in runs of their layer that begin meanwhile. One that computes something else than a linear is
+    left alone.
     """
-
-    def product(linear: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-        held = linear.weight, linear.weight.bfloat16()
-
-        def forward(input: torch.Tensor) -> torch.Tensor:
-            nonlocal held
-            if linear.weight is not held[0]:  # it was changed
-                held = linear.weight, linear.weight.bfloat16()
-            y = torch.nn.functional.linear(input.bfloat16(), held[1]).float()
-            return y if linear.bias is None else y + linear.bias
-
-        return forward
 
     plain = [each for each in linears if type(each).forward is torch.nn.Linear.forward and "forward" not in vars(each)]
     for linear in plain:
-        linear.forward = product(linear)  # type: ignore[method-assign, assignment]
+        linear.forward = _Bf16Product(linear)  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

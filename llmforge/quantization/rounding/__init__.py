@@ -20,7 +20,7 @@ from llmforge.quantization.formats import SUPERBLOCK
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, QuantizedMatrix, assemble
 
-VERSION = 8  # of the functions and their arguments, as rounding.c says it
+VERSION = 9  # of the functions and their arguments, as rounding.c says it
 TILE = 32  # rows that are rounded side by side (rounding.h)
 # as rounding.h counts them
 _STORAGE = {"fp32": 0, "fp16": 1, "bf16": 2, "int8": 3, "int6-fp16": 4, "int8-fp16": 5, "int4-fp16": 6}

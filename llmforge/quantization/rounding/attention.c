@@ -19,7 +19,9 @@ EXPORT int llmforge_can_attend(void) {
 /* Attention, or its gradients where `d_out` is given. Returns 0, or 1 where there is not enough memory. */
 EXPORT int llmforge_attend(const Attention *attention) {
 #if defined(__x86_64__)
-    return attention->d_out == NULL ? attend(attention) : attend_backwards(attention);
+    if (attention->bf16)
+        return attention->d_out == NULL ? attend_avx512bf16(attention) : attend_backwards_avx512bf16(attention);
+    return attention->d_out == NULL ? attend_avx512(attention) : attend_backwards_avx512(attention);
 #else
     (void)attention;
     return 1;

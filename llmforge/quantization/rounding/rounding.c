@@ -44,7 +44,7 @@ static void *work(void *argument) {
 }
 
 /* `VERSION` of __init__.py, which tells a library that was compiled from older sources by it. */
-EXPORT int llmforge_rounding_version(void) { return 8; }
+EXPORT int llmforge_rounding_version(void) { return 9; }
 
 /* Returns 0, or 1 where there is not enough memory. */
 EXPORT int llmforge_round(const Rounding *rounding, int threads) {
