@@ -2,8 +2,8 @@
 
 torch multiplies by MKL, which on AMD's processors uses half of their vectors. 512 tokens, 9 heads of 64 channels, one
 thread of an EPYC (Zen 5) that others use, too: 9.8 CPU ms there, and 36 with gradients; 4.0 and 14 here. On one of
-Zen 4 that others use, too, 3.9 and 13, and 2.4 and 7.8 in products of bf16; 16 heads of 128 channels take 15.5 and 58,
-and 8.1 and 32.
+Zen 4 that others use, too, 3.8 and 13, and 2.4 and 7.7 in products of bf16; 16 heads of 128 channels take 15 and 53,
+and 7.5 and 26.
 """
 
 from __future__ import annotations
