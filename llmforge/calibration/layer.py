@@ -451,7 +451,7 @@ def narrowed(linears: Iterable[torch.nn.Linear]) -> Iterator[None]:
 
     plain = [each for each in linears if type(each).forward is torch.nn.Linear.forward and "forward" not in vars(each)]
     for linear in plain:
-        linear.forward = _Bf16Product(linear)  # type: ignore[method-assign, assignment]
+        linear.forward = _Bf16Product(linear)  # type: ignore[method-assign]
     try:
         yield
     finally:
