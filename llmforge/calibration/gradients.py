@@ -107,10 +107,9 @@ def take(
             sums = _backwards(layer, chosen, before, flowing, reads=price is not None)
             if not flowing:
                 break
-            for name, total in sums.outputs.items():
-                mirror(total)
-                places[name] = f"{len(places)}.npz"
-                _save(folder / places[name], total / tokens)
+            places |= {name: f"{number}.npz" for number, name in enumerate(sums.outputs, len(places))}
+            files = [folder / places[name] for name in sums.outputs]
+            list(layer.each(partial(_save_mean, tokens=tokens), files, sums.outputs.values()))
             if price is not None:
                 price(layer, before[0], sums.moments(tokens))
             del layer, sums, before
@@ -224,6 +223,12 @@ def _backwards(
     if len(flowing) < len(chosen):
         flowing.clear()
     return sums
+
+
+def _save_mean(place: Path, total: torch.Tensor, *, tokens: int) -> None:
+    """Write the mean over so many tokens of a sum of which one triangle was computed, and mirror it."""
+    mirror(total)
+    _save(place, total / tokens)
 
 
 def _save(place: Path, matrix: torch.Tensor) -> None:
