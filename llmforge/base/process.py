@@ -14,10 +14,10 @@ from pathlib import Path
 
 CORE = "Haswell"  # OpenBLAS's kernels for AVX2 and FMA
 _NEEDED = {"avx2", "fma"}
-# Of glibc's mallopt (malloc.h), and what a build sets them to: arrays up to 256 MB come out of two heaps, of whose freed
-# end 512 MB are kept. For the lock of one, threads wait: a seventh of all waits of a calibration.
+# Of glibc's mallopt (malloc.h), and what a build sets them to: arrays up to 256 MB come out of one heap, of whose freed
+# end 512 MB are kept.
 _ARENA_MAX, _MMAP_THRESHOLD, _TRIM_THRESHOLD = -8, -3, -1
-_OF_BUILDS = {_ARENA_MAX: 2, _MMAP_THRESHOLD: 1 << 28, _TRIM_THRESHOLD: 1 << 29}
+_OF_BUILDS = {_ARENA_MAX: 1, _MMAP_THRESHOLD: 1 << 28, _TRIM_THRESHOLD: 1 << 29}
 _OF_SERVERS = {_ARENA_MAX: 2}
 _YOUNG = 10_000
 _PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
