@@ -5,6 +5,8 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")
 #include <immintrin.h>
 
+#include "bf16.h"
+
 #define TERMS 2
 #define FORWARDS attend_avx512bf16
 #define BACKWARDS attend_backwards_avx512bf16
@@ -53,20 +55,14 @@ static void turn(Strided x, int64_t rows, int64_t width, float times, float *to)
 static float dot(const float *a, const float *b, int64_t count) {
     __m512 sum = _mm512_setzero_ps();
     for (int64_t i = 0; i < count; i += LANES) {
-        const __m512i of_a = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(load(a + i, count - i)));
-        sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(of_a, 16)), load(b + i, count - i), sum);
+        const __m512i of_a = _mm512_slli_epi32(lower_halves(load(a + i, count - i)), 16);
+        sum = _mm512_fmadd_ps(_mm512_castsi512_ps(of_a), load(b + i, count - i), sum);
     }
     return _mm512_reduce_add_ps(sum);
 }
 
-/* Add products of pairs of bf16, in their words. */
 static inline __m512 add_products(__m512 sum, __m512 a, __m512 b) {
-#if defined(__clang__) /* clang 16 breaks down on the types of the function below */
-    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(b), "v"(a));
-    return sum;
-#else
-    return _mm512_dpbf16_ps(sum, (__m512bh)b, (__m512bh)a);
-#endif
+    return add_pairs(sum, _mm512_castps_si512(b), _mm512_castps_si512(a));
 }
 
 #include "attention.inc"

@@ -2,13 +2,14 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma")
 #include <immintrin.h>
 
+#include "bf16.h"
 #include "products.h"
 
 #define ROWS 8    /* of a that are multiplied at once: 24 sums, 3 vectors of b, and what is multiplied with them */
 #define PAIRS 128 /* of tokens whose panels of b stay in the first cache meanwhile */
 
 static inline __m512i rounded(const float *x, __mmask16 kept) {
-    return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(kept, x)));
+    return lower_halves(_mm512_maskz_loadu_ps(kept, x));
 }
 
 /* A panel of x [tokens, stride], `width` columns of it, in pairs of tokens: [(tokens + 1) / 2][PANEL]. */
@@ -19,15 +20,6 @@ void pack_pairs(const float *x, int64_t tokens, int64_t stride, int64_t width, u
         if (t + 1 < tokens) pair = _mm512_or_si512(pair, _mm512_slli_epi32(rounded(x + (t + 1) * stride, kept), 16));
         _mm512_storeu_si512(panel, pair);
     }
-}
-
-static inline __m512 add_pairs(__m512 sum, __m512i left, __m512i right) {
-#if defined(__clang__) /* clang 16 breaks down on the types of the function below */
-    __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(left), "v"(right));
-    return sum;
-#else
-    return _mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)right);
-#endif
 }
 
 static void add_rows(const TokenProduct *p, const uint32_t *a, const uint32_t *b, int64_t pitch, int64_t pairs, int64_t row,
