@@ -20,7 +20,7 @@ import torch
 from llmforge.base.errors import EnvironmentLacks, UsageError
 from llmforge.calibration.carriers import Carriers
 from llmforge.calibration.residency import ModelWidths
-from llmforge.calibration.threads import compute_alone, over_windows
+from llmforge.calibration.threads import IN_ORDER, WindowMap, compute_alone, over_windows
 
 _CPU = torch.device("cpu")
 WORKSPACE = 32 << 20  # bytes that torch gives cuBLAS for each thread on Hopper; 8 MiB on others
@@ -147,9 +147,9 @@ class ExecutionDevice:
                         moved = torch.nn.Parameter(moved, tensor.requires_grad)
                     held[name] = moved
 
-    def over_windows(self, threads: int) -> AbstractContextManager[Callable[..., Iterable[Any]]]:
+    def over_windows(self, threads: int) -> AbstractContextManager[WindowMap]:
         """Return a `map` over windows: on the CPU on so many threads, elsewhere one window after the other."""
-        return over_windows(threads) if self.is_host else nullcontext(map)
+        return over_windows(threads) if self.is_host else nullcontext(IN_ORDER)
 
     def ahead(self, read: Callable[[int], _Read], indices: Iterable[int]) -> Iterator[_Read]:
         """Yield what `read` makes of each of `indices`; a thread reads the next while one is worked on."""

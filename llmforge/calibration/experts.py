@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from llmforge.calibration.sums import InputSums
-from llmforge.calibration.threads import Map
+from llmforge.calibration.threads import IN_ORDER, WindowMap
 from llmforge.quantization import grids
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.grids import Float32, QuantizedMatrix
@@ -41,7 +41,7 @@ class RoutedInputs:
 
 
 def quantize(
-    module: nn.Module, seen: RoutedInputs, grid: Grid, method: Method, each: Map = map, threads: int = 1
+    module: nn.Module, seen: RoutedInputs, grid: Grid, method: Method, each: WindowMap = IN_ORDER, threads: int = 1
 ) -> tuple[QuantizedMatrix, QuantizedMatrix]:
     """Quantize the matrices of every expert: [E·N, K] of the first product and of the second, features as they lie.
 
@@ -54,7 +54,7 @@ def quantize(
     """
     form, held = probe(module), weights(module)
     fit = MOST_BYTES // (BYTES_PER_PAIR * max(widths(module)) ** 2)
-    at_once = 1 if each is map else max(1, min(threads, fit))
+    at_once = max(1, min(each.threads, fit))
     room = threading.BoundedSemaphore(at_once)
 
     def of_one(expert: int) -> tuple[QuantizedMatrix, QuantizedMatrix]:

@@ -26,7 +26,7 @@ from llmforge.calibration.pricing import LinearMoments
 from llmforge.calibration.residency import LOGITS, MOST_TOKENS, TOGETHER
 from llmforge.calibration.skeleton import Skeleton
 from llmforge.calibration.sums import add_moments, mirror
-from llmforge.calibration.threads import Map
+from llmforge.calibration.threads import IN_ORDER, WindowMap
 from llmforge.quantization.grids import Float32
 
 # Gradients are taken of that many tokens, and of more where linears have many outputs, of whose pairs few tokens say
@@ -77,7 +77,7 @@ def take(
     states: Sequence[torch.Tensor],
     folder: Path,
     price: Price | None = None,
-    each: Map = map,
+    each: WindowMap = IN_ORDER,
 ) -> None:
     """Take the gradients of `windows`, ids [tokens], with the hidden `states` in front of the first layer.
 

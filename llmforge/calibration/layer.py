@@ -18,7 +18,7 @@ from llmforge.base.errors import UnsupportedError
 from llmforge.calibration import experts as of_experts
 from llmforge.calibration.attention import compiled_attention
 from llmforge.calibration.device import HOST, ExecutionDevice
-from llmforge.calibration.threads import Map, has_bf16
+from llmforge.calibration.threads import IN_ORDER, WindowMap, has_bf16
 from llmforge.checkpoint import Checkpoint
 from llmforge.quantization.grids import Float32
 from llmforge.quantization.methods import PLAIN
@@ -107,18 +107,26 @@ class DecoderLayer:
     calls: Sequence[LayerCall]
     selected: Mapping[str, Selected] = field(default_factory=dict)
     kv_heads: tuple[int, ...] | None = None
-    each: Map = map
+    each: WindowMap = IN_ORDER
     device: ExecutionDevice = HOST
     as_transformers: bool = False  # whether a run gives the bits of transformers: attention is torch's
 
     def run(self, window: int, state: torch.Tensor) -> torch.Tensor:
         """Return the hidden states [1, tokens, hidden] after the layer, of window number `window`."""
+        with self.attending():
+            return self.forward(window, state)
+
+    def attending(self) -> AbstractContextManager[object]:
+        """Make a context in which attention on this thread is as in runs of the layer."""
+        return nullcontext() if self.as_transformers else compiled_attention(_is_narrowed(self.module))
+
+    def forward(self, window: int, state: torch.Tensor) -> torch.Tensor:
+        """See `run`; the caller is `attending`."""
         call = self.calls[window]
         for recorder in call.kwargs.values():
             if isinstance(recorder, _CacheRecorder):
                 recorder.ended = True  # what it recorded is of an earlier run
-        with nullcontext() if self.as_transformers else compiled_attention(_is_narrowed(self.module)):
-            return _hidden(self.module(self.device.put(state), *call.args, **call.kwargs))
+        return _hidden(self.module(self.device.put(state), *call.args, **call.kwargs))
 
     def advance(self, states: list[torch.Tensor]) -> None:
         """Carry the hidden states of all windows through the layer, to where they rest."""

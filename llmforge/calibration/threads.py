@@ -8,9 +8,9 @@ nothing.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 from numpy._core import _multiarray_umath  # type: ignore[attr-defined]  # private: links numpy's BLAS
 
 MOST_THREADS = 64  # that a recipe may ask for
-Map = Callable[..., Iterable[Any]]  # as the builtin; may call from several threads, and yields in order
 
 
 @dataclass(frozen=True)
@@ -88,27 +87,63 @@ def fixed(threads: int) -> Iterator[None]:
                 blas.use(before)
 
 
+@dataclass(frozen=True, eq=False)
+class WindowMap:
+    """A `map` over windows, on several threads, results in order; without threads it is the builtin.
+
+    Any thread of `shared` takes the next window; of `own`, each takes always the same ones.
+    """
+
+    shared: ThreadPoolExecutor | None = None
+    own: Sequence[ThreadPoolExecutor] = ()
+
+    @property
+    def threads(self) -> int:
+        """How many windows are computed at once."""
+        return max(1, len(self.own))
+
+    def __call__(self, compute: Callable[..., Any], *arguments: Iterable[Any]) -> Iterator[Any]:
+        """Compute each window on whichever thread is free."""
+        if self.shared is None:
+            return map(compute, *arguments)
+        return _results([self.shared.submit(compute, *given) for given in zip(*arguments, strict=True)])
+
+    def bound(self, compute: Callable[..., Any], *arguments: Iterable[Any]) -> Iterator[Any]:
+        """Compute the i-th item of all calls on one thread."""
+        if not self.own:
+            return map(compute, *arguments)
+        items = enumerate(zip(*arguments, strict=True))
+        return _results([self.own[place % self.threads].submit(compute, *given) for place, given in items])
+
+
+IN_ORDER = WindowMap()
+
+
+def _results(futures: list[Future[Any]]) -> Iterator[Any]:
+    """Yield results in order, and hold none that was yielded; what still runs where one failed runs to its end."""
+    futures.reverse()
+    try:
+        while futures:
+            yield futures.pop().result()
+    finally:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+
+
 @contextmanager
-def over_windows(threads: int) -> Iterator[Callable[..., Iterable[Any]]]:
-    """Yield a `map` over windows on as many threads, on each of which torch computes alone.
+def over_windows(threads: int) -> Iterator[WindowMap]:
+    """Yield a map over windows on as many threads, on each of which torch computes alone.
 
     What is computed of a window is the same whatever their number. Products of 512 tokens on two threads at once wait
     for each other at their ends, and leave what is between them to one.
     """
-    with ThreadPoolExecutor(threads, initializer=compute_alone) as pool:
-
-        def each(compute: Callable[..., Any], *arguments: Iterable[Any]) -> Iterator[Any]:
-            futures = [pool.submit(compute, *given) for given in zip(*arguments, strict=True)]
-            futures.reverse()
-            try:
-                while futures:
-                    yield futures.pop().result()
-            finally:  # what still runs where one failed runs to its end
-                for future in futures:
-                    future.cancel()
-                wait(futures)
-
-        yield each
+    with ExitStack() as stack:
+        shared, *own = (
+            stack.enter_context(ThreadPoolExecutor(count, initializer=compute_alone))
+            for count in [threads] + [1] * threads
+        )
+        yield WindowMap(shared, own)
 
 
 def compute_alone() -> None:

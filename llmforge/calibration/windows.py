@@ -17,7 +17,7 @@ import torch
 from llmforge.calibration.device import ExecutionDevice
 from llmforge.calibration.experts import reads
 from llmforge.calibration.layer import Additions, DecoderLayer, Observed, fast
-from llmforge.calibration.resuming import SHARES, Runs
+from llmforge.calibration.resuming import Runs
 from llmforge.calibration.sums import InputSums
 from llmforge.quantization.grids import Float32
 from llmforge.quantization.methods.base import InputStatistic
@@ -203,7 +203,7 @@ class WindowsHere:
             self.original[:], self._seen[:] = zip(
                 *self.layer.each(run, range(len(self.original)), self.original), strict=True
             )
-        self._runs = self._open.enter_context(Runs.of(self.layer, self.current, at_end))
+        self._runs = self._open.enter_context(Runs.of(self.layer, self.current, at_end, self.numbers))
 
     def sums(self, names: Sequence[str], demands: Collection[InputStatistic]) -> Iterator[tuple[int, InputSums]]:
         """See `LayerWindows`."""
@@ -215,9 +215,9 @@ class WindowsHere:
         wanted = rows_added is not None and name in added.last
         anew = added.last if wanted and runs.at_end != (name,) else ()
 
-        def summed(share: int) -> InputSums:
+        def summed(share: int, places: Sequence[int]) -> tuple[int, InputSums]:
             sums = InputSums.start(demands, originals[0].read.shape[1], rows_added, device.device)
-            for place in [place for place, number in enumerate(self.numbers) if number % SHARES == share]:
+            for place in places:
                 original, state = originals[place].on(device), device.put(self.current[place])
                 now = state[0]
                 if wanted and not anew:
@@ -229,17 +229,16 @@ class WindowsHere:
                     now = _residuals(added, state, observe(place, state))[name]
                 lost = None if rows_added is None or original.residual is None else original.residual - now
                 sums.add(x, original.read - x, lost)
-            return sums
+            return share, sums
 
-        shares = sorted({number % SHARES for number in self.numbers})
         with self.layer.observed((), anew) as observe:
-            yield from zip(shares, self.layer.each(summed, shares), strict=True)
+            yield from runs.by_share(summed)
 
     def routed(self, name: str) -> list[Routed]:
         """See `LayerWindows`."""
         runs = self._runs
         assert runs is not None
-        called = self.layer.each(lambda place: runs.arguments(name, place), range(len(self.current)))
+        called = runs.by_window(lambda place: runs.arguments(name, place))
         found = zip(called, self._seen, strict=True)
         put = self.layer.device.put
         return [Routed(tokens, ids, mixing, put(seen.pop(name).read)) for (tokens, ids, mixing), seen in found]

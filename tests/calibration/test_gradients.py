@@ -267,10 +267,10 @@ def test_gradients_are_the_same_on_any_number_of_threads(tmp_path: Path) -> None
             folder = tmp_path / str(count)
             folder.mkdir()
             with over_windows(count) as each:
-                take(skeleton, ids, calls, states, folder, each)
+                take(skeleton, ids, calls, states, folder, each=each)
             found_here = Gradients.read(folder)
             assert found_here.embedding is not None
-            outputs = [found_here.outputs([name])[0].tobytes() for name in found_here.places]
+            outputs = [found_here.outputs([name])[0].tobytes() for name in sorted(found_here.places)]
             found.append([found_here.embedding.tobytes(), *outputs])
     assert len(found[0]) == 1 + 14
     assert found[0] == found[1]

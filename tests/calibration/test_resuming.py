@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 from llmforge.base.errors import UnsupportedError
-from llmforge.calibration import driver, resuming
+from llmforge.calibration import driver
+from llmforge.calibration.device import ExecutionDevice
 from llmforge.calibration.layer import Arguments, DecoderLayer, LayerCall
 from llmforge.calibration.quantize import WeightQuantization
 from llmforge.calibration.resuming import Runs
 from llmforge.calibration.skeleton import Skeleton
+from llmforge.calibration.threads import IN_ORDER, over_windows
 from llmforge.calibration.windows import WindowsHere
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
@@ -84,13 +87,13 @@ def test_results_are_those_of_runs_from_the_beginning(
     assert same(found, driver.calibrate(checkpoint, windows, DEMANDS))
 
 
-def test_results_are_the_same_where_more_windows_are_than_can_wait(
+def test_results_are_the_same_where_a_device_has_no_room_for_runs_that_wait(
     tiny_checkpoint: Path, windows: list[TokenWindow], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("llmforge.calibration.quantize.COARSE", 0)  # products in bf16 are not counted
     checkpoint = Checkpoint.open(tiny_checkpoint)
     found = driver.calibrate(checkpoint, windows, DEMANDS)
-    monkeypatch.setattr(resuming, "WAITING", 1)
+    monkeypatch.setattr(ExecutionDevice, "fitting", lambda device, *_: replace(device, windows=1))
     counts = counted(monkeypatch)
     assert same(found, driver.calibrate(checkpoint, windows, DEMANDS))
     assert max(counts.values()) > 2 * len(windows) + 8  # they began anew
@@ -172,13 +175,23 @@ def test_a_run_goes_on_with_the_weights_of_the_moment() -> None:
     assert "forward" not in vars(module.two)
 
 
-def test_runs_that_are_not_ended_leave_no_thread() -> None:
-    module, before = Changing().requires_grad_(False), threading.active_count()
-    layer = DecoderLayer(module, "layer", [LayerCall((), {})] * 3)
-    with Runs.of(layer, [torch.randn(1, 3, 4)] * 3) as runs:
-        for window in range(2):
-            runs.arguments("layer.one.weight", window)
-    assert threading.active_count() == before
+@pytest.mark.parametrize("threads", [0, 2])
+def test_runs_that_are_not_ended_are_given_up(threads: int) -> None:
+    class Noting(Changing):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return super().forward(x)
+            finally:
+                left.append(len(x[0]))
+
+    left: list[int] = []
+    module, states = Noting().requires_grad_(False), [torch.randn(1, tokens, 4) for tokens in (1, 2, 3)]
+    with over_windows(threads) if threads else nullcontext(IN_ORDER) as each:
+        layer = DecoderLayer(module, "layer", [LayerCall((), {})] * 3, each=each)
+        with Runs.of(layer, states) as runs:
+            runs.by_window(lambda window: runs.arguments("layer.one.weight", window) if window < 2 else ())
+            assert not left
+    assert sorted(left) == [1, 2]
     assert "forward" not in vars(module.one)
 
 
