@@ -123,7 +123,7 @@ class Curvature:
             raise ValueError(f"a Hessian must be square with a positive diagonal, is {hessian.shape}, mean {mean}")
         order = np.argsort(-hessian.diagonal(), kind="stable")
         places = np.diag_indices(len(order))
-        narrow = hessian[np.ix_(order, order)]
+        narrow = hessian.take(order, 0).take(order, 1)
         narrow *= np.float32(1 - SHRINKAGE)
         for attempt in range(ATTEMPTS):
             share = damping * 10**attempt
@@ -155,14 +155,11 @@ def target(weight: Float32, curvature: Curvature, inputs: LayerInputs) -> Float3
         return weight
     shares: tuple[float, ...] = (DRIFT, 0.0)
     if inputs.held is not None:
-        rest = {key: total - inputs.held[key] for key, total in inputs.sums.items()}
-        whole, others = (float(sums[InputStatistic.MOMENTS].trace()) for sums in (inputs.sums, rest))
-        more = np.float32(whole / others if others else 1)  # as many tokens as H has
-        for total in rest.values():
-            total *= more
         some = np.linspace(0, len(weight) - 1, min(len(weight), SAMPLED)).round().astype(np.intp)
-        told, held = ({key: _of_rows(key, total, some) for key, total in sums.items()} for sums in (rest, inputs.held))
-        shares = _shares(weight[some], curvature, told, held)
+        whole, held = (
+            {key: _of_rows(key, total, some) for key, total in sums.items()} for sums in (inputs.sums, inputs.held)
+        )
+        shares = _shares(weight[some], curvature, whole, held)
     drift, threads = inputs.sums[InputStatistic.DRIFT], curvature.threads
     if InputStatistic.RESIDUAL not in inputs.sums and len(weight) > len(drift):  # C·H⁻¹ has fewer rows than W·C
         return weight + np.float32(shares[0]) * products.multiply(weight, curvature.solve(drift), threads=threads)
@@ -186,13 +183,19 @@ def _pulls(weight: Float32, sums: Mapping[InputStatistic, Float32], threads: int
 def _shares(
     weight: Float32,
     curvature: Curvature,
-    rest: Mapping[InputStatistic, Float32],
+    whole: Mapping[InputStatistic, Float32],
     held: Mapping[InputStatistic, Float32],
 ) -> tuple[float, ...]:
-    """Return the shares of corrections, made of the tokens of `rest`, that leave the least error on those of `held`."""
+    """Return the shares of corrections, made of those tokens that are not `held`, that leave the least error on `held`.
+
+    The others' corrections count as if they were as many tokens as all.
+    """
     threads = curvature.threads
-    moves = [curvature.solve(pull) for pull in _pulls(weight, rest, threads)]
-    pull = sum(_pulls(weight, held, threads))
+    of_all, of_held = (float(sums[InputStatistic.MOMENTS].trace()) for sums in (whole, held))
+    more = np.float32(of_all / (of_all - of_held) if of_all > of_held else 1)
+    pulls = _pulls(weight, held, threads)
+    rest = [(of - own) * more for of, own in zip(_pulls(weight, whole, threads), pulls, strict=True)]
+    moves, pull = [curvature.solve(each) for each in rest], sum(pulls)
     # Σ |M x - (W(x̃ - x) + r̃ - r)|² over the tokens, M = Σ share·move, is quadratic in the shares.
     curved = [products.multiply(move, held[InputStatistic.MOMENTS], threads=threads) for move in moves]
     curve = np.array([[(one * other).sum(dtype=np.float64) for other in moves] for one in curved])
