@@ -24,6 +24,7 @@ from llmforge.calibration.threads import IN_ORDER, WindowMap, compute_alone, ove
 
 _CPU = torch.device("cpu")
 WORKSPACE = 32 << 20  # bytes that torch gives cuBLAS for each thread on Hopper; 8 MiB on others
+CUDA_THREADS = 2  # that multiply: the calling one, and torch's own on the way back
 _Read = TypeVar("_Read")
 
 
@@ -87,7 +88,7 @@ class ExecutionDevice:
         free = self._free_bytes()
         if free is None:
             return self
-        windows = widths().windows_within(free, lengths, self.thread_bytes)
+        windows = widths().windows_within(free, lengths)
         if not windows:
             raise EnvironmentLacks(
                 f"device {self.device}: {free / 1e9:.1f} GB of memory are free, which a layer, its sums and one window "
@@ -96,14 +97,11 @@ class ExecutionDevice:
             )
         return replace(self, windows=windows)
 
-    @property
-    def thread_bytes(self) -> int:
-        """Return what a thread that multiplies there takes besides its tensors."""
-        return WORKSPACE if self.device.type == "cuda" else 0
-
     def _free_bytes(self) -> int | None:
-        """Return how much memory is free there; None where that is not known or not limited."""
-        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+        """Return how much memory is free for tensors; None where that is not known or not limited."""
+        if self.device.type != "cuda":
+            return None
+        return max(0, torch.cuda.mem_get_info(self.device)[0] - CUDA_THREADS * WORKSPACE)
 
     def put(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` on the device."""

@@ -83,11 +83,7 @@ class ModelWidths:
         rows += LOGITS_HELD * min(self.chunk, longest) * self.vocabulary
         return last.weights_bytes + NUMBER * (matrices + rows)
 
-    def windows_within(self, free_bytes: int, lengths: Sequence[int], thread_bytes: int = 0) -> int:
-        """Return how many windows of these `lengths` may stay on a device with so much free memory; 0: none.
-
-        `thread_bytes` are those that a thread takes there besides, in which a window waits.
-        """
+    def windows_within(self, free_bytes: int, lengths: Sequence[int]) -> int:
+        """Return how many windows of these `lengths` may stay on a device with so much free memory; 0: none."""
         counts = range(len(lengths), 0, -1)
-        room = USABLE * free_bytes - thread_bytes  # of the thread that all others run in
-        return next((n for n in counts if self.resident_bytes(lengths, n) + n * thread_bytes <= room), 0)
+        return next((n for n in counts if self.resident_bytes(lengths, n) <= USABLE * free_bytes), 0)

@@ -12,7 +12,7 @@ import torch
 
 from llmforge.base.errors import EnvironmentLacks, UnsupportedError, UsageError
 from llmforge.calibration.carriers import Carriers
-from llmforge.calibration.device import WORKSPACE, ExecutionDevice
+from llmforge.calibration.device import ExecutionDevice
 from llmforge.calibration.residency import LOGITS, LayerWidths, ModelWidths
 
 CASES = Path(__file__).with_name("device_cases.py")
@@ -51,7 +51,7 @@ def test_large_models_fit_one_gpu(hidden: int, inner: int, heads: int, kv: int, 
     layer = LayerWidths(hidden, sum(n * k for n, k in linears) + 2 * hidden, linears, heads)
     widths, lengths = ModelWidths((layer,), 128256, max(1, LOGITS // 128256)), [512] * 16
     assert least_gb < widths.resident_bytes(lengths, 16) / 1e9 < most_gb
-    assert widths.windows_within(80 * 10**9, lengths, WORKSPACE) == 16
+    assert widths.windows_within(80 * 10**9, lengths) == 16
 
 
 def test_devices_are_found_by_name_or_refused() -> None:

@@ -18,6 +18,7 @@ from llmforge.calibration.skeleton import Skeleton
 from llmforge.checkpoint import Checkpoint
 from llmforge.checkpoint.text import TokenWindow
 from llmforge.quantization import allocation
+from llmforge.quantization.allocation import FormatOption
 from llmforge.quantization.grid import Grid, Scale
 from llmforge.quantization.grids import dequantize, round_to_nearest
 from llmforge.quantization.methods.gptq import Curvature, Gptq, gptq
@@ -162,6 +163,18 @@ def test_gradients_are_taken_once(
     monkeypatch.setattr(driver, "take", lambda *given, **more: (count.append(given), own(*given, **more)))
     calibrate(checkpoint, windows, [LIMITED])
     assert len(count) == 1
+
+
+def test_a_trellis_is_mixed_in_where_it_is_clearly_cheaper_and_predicted_as_priced() -> None:
+    trellis, plain = Grid(5, 32, True, "int8", trellis=True), Grid(6, 64, True, "int8")
+    losses = Losses((trellis, plain), ())
+    for name, priced in (("near", 0.9), ("far", 0.7)):
+        losses.choices[(name,)] = {trellis: FormatOption(8, priced), plain: FormatOption(8, 1.0)}
+    best, uniform = mixed._candidates(losses, LIMITED, 16, 0)
+    assert dict(best.mixed) == {"near": plain, "far": trellis}
+    assert best.loss == pytest.approx(1.7)
+    assert uniform is not None
+    assert uniform.loss == pytest.approx(1.6)
 
 
 def test_a_document_is_measured_or_held_out() -> None:

@@ -83,6 +83,14 @@ def load(server: Server) -> Iterator[None]:
             thread.join(60)
 
 
+def has_ended(process: psutil.Process) -> bool:
+    """Say whether a process has ended; one whose parent has ended, too, may stay a zombie until it is collected."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 @pytest.mark.timeout(60 + 40 * STOPS)
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_a_server(artifact: Artifact, tmp_path: Path, how: signal.Signals) -> None:
