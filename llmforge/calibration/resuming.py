@@ -2,8 +2,8 @@
 
 A layer's linears are quantized one after the other, each with what the quantized ones before it make of all windows.
 So the run of a window is a coroutine, which stops in front of a linear or experts until it is sent on to the next.
-Begun anew for each of them, a layer would run three times and more. Coroutines go on where the thread that began them
-sends them on: as threads of their own, a seventh of a calibration's time passed in waiting for a processor.
+Begun anew for each of them, a layer would run three times and more. Coroutines go on in the thread that sends them on:
+as threads of their own, they waited a fifth of their time for a processor while another one idled.
 """
 
 from __future__ import annotations
