@@ -37,7 +37,7 @@ AIM = 0.8  # of a budget, that weights may lose: evaluation is other text, activ
 TRIALS, AGAIN = 4, 0.95  # that a loss is held to, and what of a further one is allowed that would just keep it
 # What a price of codes of a trellis counts more than others where formats are mixed, for weights lose more there than
 # they are priced at. SmolLM2-135M, KLD × 1000 on documentation, with 1.2 and with 1: at 6.7 bits 4.64 and 4.99 (without
-# trellises of 5 bits 4.49), at 6 bits 8.56 and 8.37, at 5.4 bits 14.66 and 14.75.
+# trellises of 5 bits 4.49); on those of 5 bits alone at 6 bits 8.56 and 8.37, at 5.4 bits 14.66 and 14.75.
 TRELLIS = 1.2
 CLOSE = 2e-3  # of the bytes, to which they are as few as can be
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from numpy._core import _multiarray_umath  # type: ignore[attr-defined]  # private: links numpy's BLAS
 
-MOST_THREADS = 64  # that a recipe may ask for
-
 
 @dataclass(frozen=True)
 class OpenBlas:
