@@ -239,7 +239,7 @@ def library(request: pytest.FixtureRequest, objects: Path, tmp_path: Path) -> It
     loaded = (sampling._library, rounding._library)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "library", lambda: made)
-        patch.setattr(sources, "shipped", lambda **_: {})  # it lies outside of the package
+        patch.setattr(sources, "shipped", lambda *_, **__: {})  # it lies outside of the package
         for each in loaded:
             each.cache_clear()
         yield
