@@ -58,11 +58,11 @@ def _same_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def require_near(one: Statistics, other: Statistics) -> None:
-    """Hold weights and ranges against each other: the last bits of sums differ, which moves few codes."""
+    """Hold weights and ranges against each other: the last bits of sums differ, which moves hardly a code."""
     assert one.linears.keys() == other.linears.keys()
     for name, matrix in one.linears.items():
         a, b = dequantize(matrix), dequantize(other.linears[name])
-        assert np.mean(np.abs(a - b) > 1e-3 * np.abs(a).max()) < 0.03, name
+        assert np.mean(np.abs(a - b) > 1e-3 * np.abs(a).max()) < 0.002, name
     assert one.kv.keys() == other.kv.keys()
     for layer, of in one.kv.items():
         np.testing.assert_allclose(of.key, other.kv[layer].key, rtol=0.02, atol=1e-3)
@@ -73,8 +73,9 @@ def require_near(one: Statistics, other: Statistics) -> None:
 
 @pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.thorough), "qwen3-moe"])
 def test_a_device_makes_what_the_cpu_makes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In fp32: what is rounded to bf16 on the way makes last bits of sums into many other codes, as good ones."""
+    """In fp32, gradients too: what is rounded to bf16 on the way makes last bits of sums into many other codes."""
     monkeypatch.setattr("llmforge.calibration.quantize.COARSE", 0)
+    monkeypatch.setattr("llmforge.calibration.layer.narrowed", lambda _: nullcontext())
     monkeypatch.setattr("llmforge.quantization.rounding.products.has_bf16", lambda: False)
     zoo.write(kind, tmp_path / kind)
     checkpoint = Checkpoint.open(tmp_path / kind)
