@@ -107,7 +107,7 @@ def gate(options: GateOptions) -> None:
         output.write_data(judged.to_json())
     else:
         output.write_lines(*release_text.text(judged))
-    _end(judged, opened.path)
+    _end(judged, asked.release)
 
 
 def _question(subject: MeasuredArtifact, options: GateOptions) -> ReleaseQuestion:
@@ -142,7 +142,7 @@ def _decided(asked: ReleaseQuestion, options: GateOptions) -> Judgement:
         return validating.decide(asked, recipe, options.texts, most=options.max_documents, progress=progress)
 
 
-def _end(judged: Judgement, artifact: Path) -> None:
+def _end(judged: Judgement, subject: MeasuredArtifact) -> None:
     """Raise what gives the exit code of a verdict; say what would decide it."""
     from llmforge.gates.decision import Verdict
     from llmforge.report import release_text
@@ -153,10 +153,12 @@ def _end(judged: Judgement, artifact: Path) -> None:
         ways.append("time both more often: llmforge gate --repetitions N")
     if "documents" in samples or not samples:
         ways.append("measure more documents: llmforge gate --until-decided --text MORE.jsonl")
-    failed = "other limits: llmforge gate --gates FILE.yaml; what it lost, and where: llmforge bisect ARTIFACT"
+    failed = "other limits: llmforge gate --gates FILE.yaml"
+    if subject.report.quality is not None:  # encoders have none: their layers are not told apart
+        failed += "; what it lost, and where: llmforge bisect ARTIFACT"
     verdicts.end(
-        judged.verdict, [release_text.headline(judged)], artifact=artifact, pending=judged.pending, failed=failed,
-        undecided="; ".join(ways) or None,
+        judged.verdict, [release_text.headline(judged)], artifact=subject.opened.path, pending=judged.pending,
+        failed=failed, undecided="; ".join(ways) or None,
     )  # fmt: skip
 
 

@@ -93,6 +93,10 @@ def test_an_embedder_in_int8_passes_the_gates_and_a_budget_is_held(tmp_path: Pat
     losses = [done.verification.kld_mean for done in report.passes]
     assert losses[0] is None
     assert all(lost is not None and 0 < lost < 0.001 for lost in losses[1:])
+    (tmp_path / "gates.yaml").write_text("gates:\n  retrieval.cosine_mean: {min: 0.999999}\n")
+    judged = CliRunner().invoke(cli, ["gate", str(built.path), "--gates", str(tmp_path / "gates.yaml")])
+    assert judged.exit_code == 3, judged.output
+    assert judged.stderr.rstrip().endswith("hint: other limits: llmforge gate --gates FILE.yaml")  # nothing to bisect
     (tmp_path / "recipe.yaml").write_text(
         RECIPE.replace("passes: []", steps.replace("kld_mean: 0.02", "kld_mean: 1e-9"))
     )
