@@ -149,13 +149,13 @@ def _events(netloc: str, path: str, body: dict[str, Any]) -> Iterator[dict[str, 
     """Yield the events of a stream; closing the iterator closes the connection.
 
     Raises:
-        Unavailable: status 503.
+        Unavailable: status 429 or 503.
     """
     connection = http.client.HTTPConnection(netloc, timeout=60)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
-        if response.status == http.client.SERVICE_UNAVAILABLE:
+        if response.status in (http.client.TOO_MANY_REQUESTS, http.client.SERVICE_UNAVAILABLE):
             raise Unavailable(response.read().decode())
         for line in response:
             if line.startswith(b"data: {"):
