@@ -7,7 +7,7 @@ a cache are one tensor in place, bound at one address; its capacity is a number 
 be dropped without a word, so bounds are checked before a step.
 
 **CUDA graphs.** TensorRT's work for a decode step is captured from the stream, with a context of its own for every
-number of rows, and verified like any other (`cuda_graph_capture`). TensorRT-RTX captures by itself.
+number of rows, and verified like any other (`runtime.device.graph_capture`). TensorRT-RTX captures by itself.
 
 **Top logits.** A plan whose steps give them (`interface.TopLogits`) decodes concurrently with the host: `begin_decode`
 sends a step to the stream, after its inputs, and one wait brings them. Rows that must be whole are fetched by
