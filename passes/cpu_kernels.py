@@ -15,7 +15,7 @@ points of W, arranged in the order in which the kernel reads them (docs/cpu-kern
 file and makes no copy of its own. Rows of activations are rounded to int8 in the blocks of the weights, as ONNX
 Runtime's kernel does at `accuracy_level` 4. What that leaves of blocks with outliers, larger than others of the row, is
 rounded to int8 as well, and both products are added; that of all blocks is with `activations: int8x2`, where `int8x2`
-names the weights, and behind the last attention: in the last feed-forward layer and the head.
+names the weights, and with `last_layer: int8x2` behind the last attention: in the last feed-forward layer and the head.
 SkipSimplifiedLayerNormalization in front of such a layer comes apart: its sum goes into the layer before, its norm into
 the one behind.
 

@@ -1,12 +1,13 @@
 """Adapt inputs and outputs to optimum-onnx (ORTModelForCausalLM), without GroupQueryAttention.
 
-    y, present_key, present_value = llmforge::Attention(q, k, v, past_key, past_value, past_lengths[, sinks])
+    y, present_key, present_value = llmforge::Attention(q, k, v, past_key, past_value, past_lengths[, …])
     becomes
-    y, present_key, present_value = llmforge::GrowingAttention(q, k, v, past_key, past_value, attention_mask[, sinks])
+    y, present_key, present_value = llmforge::GrowingAttention(q, k, v, past_key, past_value, attention_mask[, …])
 
-with the same attributes. The caches hold the past alone, [batch, kv_heads, past, head_dim], of any length, 0 included;
-the presents hold `sequence` slots more. `attention_mask` is int64 [batch, past + sequence], 0 where a slot is padding:
-transformers pads on the left. `position_ids` stays an input where something reads it, and transformers feeds it.
+with the same attributes and optional inputs (sinks, slopes of ALiBi). The caches hold the past alone, [batch,
+kv_heads, past, head_dim], of any length, 0 included; the presents hold `sequence` slots more. `attention_mask` is int64
+[batch, past + sequence], 0 where a slot is padding: transformers pads on the left. `position_ids` stays an input where
+something reads it, and transformers feeds it.
 
 With `logits: all` the Gather that selects rows goes, and with it the input `logits_rows`: logits [batch, sequence,
 vocabulary], as transformers' own models give them. With `logits: last` the selection stays, and the output is declared

@@ -122,15 +122,15 @@ def test_decoding_eight_sequences_on_an_h200(model: str, ranks: int, published_s
 def test_prompts_of_2048(
     device: str, scheme: DtypeScheme, model: str, ranks: int, published_ms: float, within: float
 ) -> None:
-    """TensorRT-LLM 0.6.1, docs/source/performance.md, "Low Latency": time to the first token, batch 1."""
+    """TensorRT-LLM 0.5, in 0.6.1's docs/source/performance.md, "Low Latency": time to the first token, batch 1."""
     step = Placement(shape(model), targets.load(device), scheme, ranks).prefill(2048)
     assert abs(off(step.seconds * 1e3, published_ms)) <= within
     assert step.bound == "compute"
 
 
-# TensorRT-LLM 0.6.1, docs/source/performance.md, "Peak Throughput", LLaMA 7B on one device: batch, prompt, answer,
-# output tokens a second. LLaMA 70B with answers of 2048 ran at half of what bytes and operations explain, and is not
-# here.
+# TensorRT-LLM 0.6.1 (L40S: 0.5), docs/source/performance.md, "Peak Throughput", LLaMA 7B on one device: batch, prompt,
+# answer, output tokens a second. LLaMA 70B with answers of 2048 ran at half of what bytes and operations explain, and
+# is not here.
 THROUGHPUT = [
     ("a100-80", FP16, 384, 128, 128, 5586, 0.12),
     ("a100-80", FP16, 60, 128, 2048, 1928, 0.02),  # fitted

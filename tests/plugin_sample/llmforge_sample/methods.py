@@ -23,7 +23,6 @@ class NarrowRtn(Method):
     name: ClassVar[str] = "narrow-rtn"
     summary: ClassVar[str] = "round to nearest on the range with the least squared error"
     formats: ClassVar[tuple[Format, ...]] = BLOCKS
-    by_row: ClassVar[bool] = True
 
     narrowest: Annotated[float, Field(ge=0.5, le=1, description="share of the range that is tried last")] = 0.8
 
