@@ -20,11 +20,21 @@ _SAID = 200  # characters of what a server says of an error
 
 
 @dataclass(frozen=True)
+class ServerOptions:
+    """What a command calls the key and the model of a server: hints name them."""
+
+    key: str = "--api-key"
+    variable: str = KEY_VARIABLE
+    model: str | None = "--model"  # None: it has no such option
+
+
+@dataclass(frozen=True)
 class HttpServer:
     """Where a server is. Each request has a connection of its own; `key` is sent as a bearer token, and never shown."""
 
     url: str
     key: str | None = field(default=None, repr=False)
+    options: ServerOptions = ServerOptions()
 
     def __post_init__(self) -> None:
         """Refuse what is no address, and a key that no header carries.
@@ -40,12 +50,12 @@ class HttpServer:
         if "@" in parts.netloc or parts.query or parts.fragment:
             raise UsageError(
                 f"the address of {parts.hostname} has a user, a password or a query: expected http://HOST:PORT/PATH",
-                hint=f"a key is given by --api-key or {KEY_VARIABLE}",
+                hint=f"a key is given by {self.options.key} or {self.options.variable}",
             )
         if self.key is not None and not (self.key.isascii() and self.key.isprintable() and self.key.strip()):
             raise UsageError(
                 "the API key is empty, or has characters that no HTTP header carries: expected printable ASCII",
-                hint=f"check --api-key or {KEY_VARIABLE}",
+                hint=f"check {self.options.key} or {self.options.variable}",
             )
 
     @property
@@ -85,5 +95,5 @@ class HttpServer:
         how = "give one" if self.key is None else "give another"
         return EnvironmentLacks(
             f"{self.url}: access denied: HTTP {response.status}; {what}: {said}",
-            hint=f"{how} with --api-key, or in the environment variable {KEY_VARIABLE}",
+            hint=f"{how} with {self.options.key}, or in the environment variable {self.options.variable}",
         )

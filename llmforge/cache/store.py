@@ -107,7 +107,7 @@ class Cache:
         except OSError as error:
             raise EnvironmentLacks(
                 f"the build cache {self.folder} cannot be written: {error.strerror}",
-                hint=f"use --no-cache, or set {FOLDER_VARIABLE} to a folder that can be written",
+                hint=f"set {FOLDER_VARIABLE} to a folder that can be written; `build` needs none with --no-cache",
             ) from error
 
     def __enter__(self) -> Self:

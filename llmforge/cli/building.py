@@ -67,6 +67,8 @@ def _encodes(artifact: Path) -> bool:
 
 def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
     """Say what one does with an artifact whose gates passed."""
+    from llmforge.triton import repository
+
     name = output.called(artifact)
     if engine.pending:
         yield f"next, on the target: llmforge build --finish {name} RECIPE"
@@ -80,7 +82,8 @@ def _next_steps(artifact: Path, engine: EngineRecord) -> Iterator[str]:
         chats = (artifact / "tokenizer" / TEMPLATE_FILE).exists()
         yield f"next: llmforge run {name} " + ("--chat" if chats else '"PROMPT"')
     yield f"      llmforge gate {name}"
-    yield f"      llmforge triton {name} -o models"
+    if (artifact / repository.FOLDER).is_dir():  # not of what no Triton serves
+        yield f"      llmforge triton {name} -o models"
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import click
 
 from llmforge.base import extras, process
 from llmforge.base.errors import UsageError
-from llmforge.base.http_server import HttpServer
+from llmforge.base.http_server import HttpServer, ServerOptions
 from llmforge.cli import output, verdicts
 from llmforge.cli.parameters import (
     NATURAL,
@@ -20,6 +20,7 @@ from llmforge.cli.parameters import (
     keep_quiet,
     options_record,
     out_option,
+    require_given,
 )
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from llmforge.compile.endpoints import EndpointQuestion, ServedModel
     from llmforge.gates.endpoint import EndpointJudgement
     from llmforge.recipe import BehaviourSpec
+
+_OF_REFERENCE = ServerOptions("--reference-key", "LLMFORGE_REFERENCE_KEY", "--reference-model")
 
 _EXAMPLES = """\b
 Examples:
@@ -79,7 +82,7 @@ class JudgeOptions:
 )  # fmt: skip
 @click.option("--reference-model", metavar="NAME", help="With a URL as --reference: its model.")
 @click.option(
-    "--reference-key", metavar="KEY", envvar="LLMFORGE_REFERENCE_KEY", show_envvar=True,
+    "--reference-key", metavar="KEY", envvar=_OF_REFERENCE.variable, show_envvar=True,
     help="With a URL as --reference: its key.",
 )  # fmt: skip
 @click.option(
@@ -209,10 +212,9 @@ def _reference(options: JudgeOptions) -> ServedModel | Checkpoint | Artifact | N
     from llmforge.compile.endpoints import ServedModel
 
     if options.reference is None or "://" not in options.reference:
-        if options.reference_model is not None or options.reference_key is not None:
-            raise UsageError("--reference-model and --reference-key require a URL as --reference")
+        require_given("a URL as --reference", "reference_model", "reference_key")
         return None if options.reference is None else _folder(options.reference, options.out)
-    return ServedModel(HttpServer(options.reference, options.reference_key), options.reference_model)
+    return ServedModel(HttpServer(options.reference, options.reference_key, _OF_REFERENCE), options.reference_model)
 
 
 def _folder(named: str, out: Path) -> Checkpoint | Artifact:

@@ -42,7 +42,7 @@ ray_options = grouped(  # where builds run
     click.option(
         "--store", metavar="URL",
         help="Write artifacts to URL/NAME/VERSION.tar as well, such as s3://bucket/artifacts, for nodes that do "
-        "not share --out. The folder or bucket must be there.",
+        "not share the folder of artifacts. The folder or bucket must be there.",
     ),
     click.option(
         "--share-checkpoints", is_flag=True,

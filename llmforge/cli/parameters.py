@@ -15,7 +15,7 @@ from click.core import ParameterSource
 from llmforge import backends
 from llmforge.base import folders, small_file
 from llmforge.base.errors import UsageError
-from llmforge.base.http_server import KEY_VARIABLE, HttpServer
+from llmforge.base.http_server import KEY_VARIABLE, HttpServer, ServerOptions
 from llmforge.base.progress import without_bars
 from llmforge.base.wording import shown
 
@@ -285,7 +285,8 @@ def server_of(url: str | None, api_key: str | None) -> HttpServer | None:
     if url is None:
         require_given("--url", "api_key")
         return None
-    return HttpServer(url, api_key)
+    has_model = any(each.name == "model" for each in click.get_current_context().command.params)
+    return HttpServer(url, api_key, ServerOptions(model="--model" if has_model else None))
 
 
 def chat_template_option(command: Command) -> Command:
@@ -308,7 +309,8 @@ def runtime_option(command: Command) -> Command:
     return click.option(
         "--runtime", "runtimes", type=RuntimePython(), multiple=True, metavar="NAME=PYTHON",
         envvar="LLMFORGE_RUNTIMES", show_envvar=True,
-        help="Python of an environment that has another runtime (onnxruntime-genai or optimum); repeatable.",
+        help="Python of an environment that has another runtime (onnxruntime-genai, optimum, transformers, vllm or "
+        "llama-cpp); repeatable.",
     )(command)  # fmt: skip
 
 
@@ -369,19 +371,26 @@ def _fields(kind: type[Any]) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind))
 
 
-def refuse_given(beside: str, *names: str) -> None:
-    """Refuse parameters that were given and would say nothing beside the option `beside`."""
+def first_given(*names: str) -> str | None:
+    """Give the option, as it is typed, of the first of these parameters that the command line has; None: it has none.
+
+    "First" is in the order of the command's help.
+    """
     context = click.get_current_context()
     for parameter in context.command.params:
         given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
         if parameter.name in names and given:
-            raise UsageError(f"{parameter.opts[0]} cannot be used with {beside}", hint="remove one of them")
+            return parameter.opts[0]
+    return None
+
+
+def refuse_given(beside: str, *names: str) -> None:
+    """Refuse parameters that were given and would say nothing beside the option `beside`."""
+    if (option := first_given(*names)) is not None:
+        raise UsageError(f"{option} cannot be used with {beside}", hint="remove one of them")
 
 
 def require_given(needed: str, *names: str) -> None:
     """Refuse parameters that were given and say nothing without the option `needed`."""
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        given = context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
-        if parameter.name in names and given:
-            raise UsageError(f"{parameter.opts[0]} requires {needed}", hint=f"add {needed}, or leave it out")
+    if (option := first_given(*names)) is not None:
+        raise UsageError(f"{option} requires {needed}", hint=f"add {needed}, or leave it out")

@@ -27,6 +27,7 @@ from llmforge.cli.parameters import (
     PATH,
     POSITIVE,
     TARGET,
+    first_given,
     grouped,
     options_record,
     record,
@@ -189,7 +190,7 @@ def plan(
         return
     snapshot = on_hub(what, revision)
     what = what if snapshot is None else snapshot.folder
-    if _plan_encoder(what, asked, plot, as_json, fleet=fleet.asked):
+    if _plan_encoder(what, asked, as_json):
         return
     wanted = record(Storage, asked)
     planned = request.answer(what, record(request.PlanRequest, asked, wanted=wanted), measured_here)
@@ -279,7 +280,7 @@ def _show_fleet(found: Sequence[FleetPlan | Refused], as_json: bool) -> None:
         output.write(fleet.table(found))
 
 
-def _plan_encoder(what: Path, asked: Mapping[str, Any], plot: Path | None, as_json: bool, *, fleet: bool) -> bool:
+def _plan_encoder(what: Path, asked: Mapping[str, Any], as_json: bool) -> bool:
     """Plan what embeds or scores; False: it is a language model.
 
     Raises:
@@ -290,26 +291,17 @@ def _plan_encoder(what: Path, asked: Mapping[str, Any], plot: Path | None, as_js
     folder, recipe, encoding = encoder_plan.encoding_at(what)
     if encoding is None:
         return False
-    others = [name for name, value in asked.items() if name != "targets" and value is not None]
-    others += ["plot"] * (plot is not None) + ["rate"] * fleet
-    if others:
-        raise UsageError(f"{encoding.title} is planned by --target alone; --{others[0]} is for language models")
+    fleet = (each.name for each in dataclasses.fields(_FleetOptions))
+    if (option := first_given("plot", *fleet, *(asked.keys() - {"targets"}))) is not None:
+        raise UsageError(
+            f"{encoding.title} is planned by --target alone; {option} is for language models", hint=f"remove {option}"
+        )
     made = encoder_plan.answer(folder, encoding, recipe, asked["targets"], measured_here)
     if as_json:
         output.write_json(encoder_plan.data(made))
     else:
         output.write(encoder_plan.details(made))
     return True
-
-
-def show(recipe: Path) -> None:
-    """Show the plan of a recipe."""
-    from llmforge.planning import render, request
-    from llmforge.planning.render import Planned
-
-    for planned in request.answer(recipe, request.PlanRequest(), measured_here):
-        if isinstance(planned, Planned):
-            output.write(render.details(planned))
 
 
 def measured_here(target: Target) -> Target | None:
@@ -364,7 +356,10 @@ Examples:
 )  # fmt: skip
 @click.option("--device", default="cpu", metavar="cpu|cuda:N", help="With --measure: device to measure.")
 @click.option(
-    "--threads", type=POSITIVE, metavar="N", help="Maximum number of threads. Defaults to all physical cores."
+    "--threads",
+    type=POSITIVE,
+    metavar="N",
+    help="With --measure: maximum number of threads. Default: all physical cores.",
 )
 @click.option(
     "--prove-transformers", "prove", is_flag=True,
@@ -389,8 +384,7 @@ def doctor(
         output.write_script(_CONSTRAINTS.read_text(encoding="utf-8"))
         return
     if prove:
-        if measure:
-            raise UsageError("--prove-transformers and --measure exclude each other")
+        refuse_given("--prove-transformers", "measure", "path", "device", "threads")
         _prove_transformers(as_json)
         return
     from llmforge.cli import console
@@ -399,10 +393,8 @@ def doctor(
 
     if path is not None:
         output.check_file(path, ".yaml", ".yml")
-    if path is not None and not measure:
-        raise UsageError("--write requires --measure")
-    if device != "cpu" and not measure:
-        raise UsageError("--device requires --measure")
+    if not measure:
+        require_given("--measure", "path", "device", "threads")
     here, found = machine.describe(), gpus.find()
     checks = [*environment.checklist(here, found, Path.cwd()), *plugins.checks()]
     ceilings = None

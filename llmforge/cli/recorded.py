@@ -72,7 +72,7 @@ inputs_options = grouped(  # which make `inputs`, an `Inputs` that nothing has c
         "--recipe", type=PATH, help="The recipe that the artifact was built from. Default: its own, which it has."
     ),
     click.option(
-        "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="With --recipe: as for the build. Repeatable."
+        "--set", "overrides", multiple=True, metavar="PATH=VALUE", help="With a recipe: as for the build. Repeatable."
     ),
     click.option("--checkpoint", type=PATH, help="The checkpoint's folder. Default: where it was built from."),
     click.option(

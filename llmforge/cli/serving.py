@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llmforge.backends import of_provider
 from llmforge.base import extras, process, remembered
 from llmforge.base.errors import UsageError
 from llmforge.cli import output
@@ -74,6 +73,7 @@ _OF_LANGUAGE_MODELS = (
     "prefix_file",
     "prefix_store",
     "response_cache",
+    "record_folder",
 )
 # Options of `bench`, alike.
 _BENCH_OF_TOKENS = ("output_tokens", "prefix_tokens", "trace", "prefix_cache_bytes", "speculation")
@@ -426,10 +426,10 @@ def triton(artifact: Path, server_options: tuple[str, ...], as_json: bool, launc
         allow=options.allow,
         chat_template=_other_template(opened, options.chat_template, options.tool_prompt),
     )
-    for_others = of_provider(model.runtime.provider).export_format is not None
-    if for_others and model.chat_template is not None:
+    export = vllm.exporter(opened, model)
+    of_vllm = export is vllm.export
+    if of_vllm and model.chat_template is not None:
         refuse_given("a model of Triton's vLLM backend, which takes no chats", "chat_template", "tool_prompt")
-    export = vllm.export if for_others else repository.export
     written = str(export(opened, model, options.models, version=options.version, copy=options.copy))
     if as_json:
         output.write_json({"model": written})
@@ -441,7 +441,7 @@ def triton(artifact: Path, server_options: tuple[str, ...], as_json: bool, launc
         console.say(f"next: {written}/README.md says what the server needs and how to start it")
     if found is not None:
         models = options.models
-        if for_others:  # vLLM reads paths from where the server starts
+        if of_vllm:  # which reads paths from where the server starts
             os.chdir(models)
             models = Path()
         line = starting.command(found, models, record(starting.Ports, given), server_options)

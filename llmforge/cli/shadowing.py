@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from llmforge.base.errors import UsageError
-from llmforge.base.http_server import HttpServer
+from llmforge.base.http_server import KEY_VARIABLE, HttpServer, ServerOptions
 from llmforge.cli import output, verdicts
-from llmforge.cli.parameters import PATH, POSITIVE, api_key_option, keep_quiet, options_record, require_given
+from llmforge.cli.parameters import PATH, POSITIVE, keep_quiet, options_record, require_given
 
 if TYPE_CHECKING:
     from llmforge.gates.shadow import ShadowJudge, ShadowRecord
     from llmforge.measure.shadow import Mirror
+
+_OF_SHADOW = ServerOptions("--shadow-key", "LLMFORGE_SHADOW_KEY", "--shadow-model")
 
 _EXAMPLES = """\b
 Examples:
@@ -58,7 +60,7 @@ class ShadowOptions:
 @click.argument("b", metavar="B", required=False)
 @click.option(
     "--trace", type=PATH, metavar="FILE.jsonl",
-    help="Requests to send: lines with prompt, as `serve --record-text` writes them, or messages.",
+    help="Requests to send: lines with prompt, as `serve --record DIR --record-text` writes them, or messages.",
 )  # fmt: skip
 @click.option(
     "--listen", "port", type=click.IntRange(0, 65535), metavar="PORT",
@@ -89,8 +91,12 @@ class ShadowOptions:
     "--shadow-model", metavar="NAME",
     help="B's model. Default: with --trace the first that it serves, with --listen that of the request.",
 )  # fmt: skip
-@api_key_option
-@click.option("--shadow-key", metavar="KEY", envvar="LLMFORGE_SHADOW_KEY", show_envvar=True, help="Key of B.")
+@click.option(
+    "--api-key", metavar="KEY", envvar=KEY_VARIABLE, show_envvar=True,
+    help="Key of A, sent as `Authorization: Bearer KEY`; with --listen in place of the clients'. Other users of this "
+    "machine may see the options of a command, but not its environment.",
+)  # fmt: skip
+@click.option("--shadow-key", metavar="KEY", envvar=_OF_SHADOW.variable, show_envvar=True, help="Key of B.")
 @click.option("--text", is_flag=True, help="Show some answers that differ in the record and its page.")
 @click.option(
     "-o", "--output", "folder", type=PATH, metavar="DIR",
@@ -140,7 +146,7 @@ def _shadowed(options: ShadowOptions) -> ShadowRecord:
         require_given("--listen", "host", "stay")
     else:
         require_given("--trace", "model")
-    first, second = HttpServer(options.a, options.api_key), HttpServer(options.b, options.shadow_key)
+    first, second = HttpServer(options.a, options.api_key), HttpServer(options.b, options.shadow_key, _OF_SHADOW)
     limits = {} if options.gates is None else dict(PairedGatesFile.load(options.gates).gates)
     gates.check(limits, str(options.gates))
     judge = gates.ShadowJudge(limits, alpha=options.alpha, most=options.requests, text=options.text)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from llmforge.base import extras
+from llmforge.base import extras, process
 from llmforge.base.errors import BudgetExceeded, DataError, GateFailed, GateInconclusive, UsageError
 from llmforge.base.wording import shown
 from llmforge.cli import building, output, serving
@@ -136,7 +136,6 @@ def init(checkpoint: Path, as_json: bool, asked: StartOptions) -> None:
     standard output is the path of the recipe.
     """
     from llmforge.cli import console
-    from llmforge.recipe import Recipe
 
     if asked.like is not None:
         refuse_given("--like", "goal", "backend", "no_probe")
@@ -148,8 +147,7 @@ def init(checkpoint: Path, as_json: bool, asked: StartOptions) -> None:
     else:
         output.write_lines(str(path))
     quoted = shlex.quote(str(path))
-    first = [] if _encodes(Recipe.load(path)) else [f"llmforge plan {quoted}"]  # of which nothing is predicted
-    console.say("next: " + "\n      ".join([*first, f"llmforge build {quoted}"]))
+    console.say(f"next: llmforge plan {quoted}\n      llmforge build {quoted}")
 
 
 _MIGRATE = """\b
@@ -223,9 +221,11 @@ def up(
     """Write a recipe for CHECKPOINT, build it, and serve the artifact.
 
     `init`, `plan`, `build` and `serve` in one go. A recipe that `init` has written before is used unchanged. Does
-    not serve an artifact whose gates failed; of an embedder or a reranker it then writes its recipe again, in fp32.
+    not serve an artifact whose gates failed or are undecided; of an embedder or a reranker it then writes its recipe
+    again, in fp32.
     """
     extras.require("build", "serve")
+    process.prepare()  # before the plan imports torch
     from llmforge.artifact import versions
     from llmforge.cli import console, planning
     from llmforge.recipe import Recipe
@@ -239,9 +239,8 @@ def up(
     else:
         console.say(f"using the existing recipe {path}")
     encodes = _encodes(Recipe.load(path))
-    if not encodes:
-        planning.show(path)
-        go_on()
+    _run(context, planning.plan, str(path))
+    go_on()
     try:
         _run(context, building.build, str(path), "--out", str(out))
     except (GateFailed, GateInconclusive, BudgetExceeded) as error:
@@ -262,7 +261,7 @@ def _written_in_fp32(checkpoint: Path, asked: StartOptions) -> bool:
 
 
 def _encodes(recipe: Recipe) -> bool:
-    """Say if it is of an embedder or a reranker, for which nothing is predicted."""
+    """Say if it is of an embedder or a reranker."""
     from llmforge.checkpoint import folder_of, read_settings
     from llmforge.checkpoint.encoding import encoding_of
 
@@ -488,7 +487,8 @@ def _copy_texts(shipped: Path, folder: Path, chats: Sequence[str]) -> None:
         elif file.read_bytes() != content:
             raise UsageError(
                 f"{file} exists, and differs from the text that ships with llmforge",
-                hint="give --calibration and --evaluation, or write the recipe to another folder with -o",
+                hint="run the command in another folder, or give your own text to `llmforge init`: --calibration and "
+                "--evaluation",
             )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from llmforge.artifact.tags import Move
     from llmforge.artifact.versions import Version
     from llmforge.gates.decision import Verdict
+    from llmforge.triton.repository import TritonModel
+    from llmforge.triton.vllm import Exporter
 
 _OUT = "Folder of the artifacts."
 _JSON = click.option("--json", "as_json", is_flag=True, help="Write JSON.")
@@ -194,23 +198,31 @@ def promote(
     parent = _home(opened.path, out)
     opened.verify()
     _require_passed(opened)
+    add = None if models is None else _addition_to_triton(opened, models)  # refused before the tag moves
     version = opened.path.name
     moved = tags.rollback(parent, tag, version) if rollback else tags.move(parent, tag, version, "promote")
-    if models is not None:
-        _add_to_triton(opened, models)
+    if add is not None:
+        add()
     _say(f"{name}:{tag}", version, moved, as_json)
 
 
-def _add_to_triton(opened: Artifact, models: Path) -> None:
+def _addition_to_triton(opened: Artifact, models: Path) -> Callable[[], None]:
+    """Choose how an artifact is added to a repository; refuse one that no Triton serves."""
+    from llmforge.triton import repository, vllm
+
+    model = repository.of_artifact(opened)
+    return partial(_add_to_triton, opened, model, models, vllm.exporter(opened, model))
+
+
+def _add_to_triton(opened: Artifact, model: TritonModel, models: Path, export: Exporter) -> None:
     """Make an artifact the newest version of its model in a repository, unless it is."""
     from llmforge.cli import console
     from llmforge.triton import repository
 
-    model = repository.of_artifact(opened)
     newest = repository.newest(models, model.name)
     if newest and repository.is_of(models / model.name / str(newest), opened):
         return
-    repository.export(opened, model, models, version=newest + 1)
+    export(opened, model, models, version=newest + 1)
     console.say(f"note: it is version {newest + 1} of {models / model.name}")
 
 

@@ -103,7 +103,7 @@ def check_recipe(recipe: Recipe, opened: Artifact) -> None:
     if different := sorted(key for key in {*resolved, *written} if resolved.get(key) != written.get(key)):
         raise UsageError(
             f"{recipe.path}: does not match {opened.path}: {', '.join(different)} differ",
-            hint="use the recipe and --set options of the first build, or no recipe to skip measuring",
+            hint="give the recipe that it was built from, with the values of --set, or none",
         )
     digest = Checkpoint.open(*recipe.origin()).digest
     if digest != opened.manifest.checkpoint:

@@ -125,7 +125,8 @@ def fetch(path: Path, store: str | None) -> None:
     """
     if store is None:
         raise EnvironmentLacks(
-            f"{path} is not on this node", hint="let --out be a folder that all nodes have, or give --store URL"
+            f"{path} is not on this node",
+            hint="let the folder of artifacts be one that all nodes have, or give --store URL",
         )
     url = Url(archive_of(path, store))
     _patiently(lambda: remote.load(url, path.parent.parent, confirmed.confirm), store)

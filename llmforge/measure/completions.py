@@ -37,7 +37,7 @@ class Http:
     """Requests of JSON to one server, each over a connection of its own."""
 
     def __init__(self, server: HttpServer) -> None:
-        self.url, self.path, self._server = server.url, server.path, server
+        self.url, self.path, self.options, self._server = server.url, server.path, server.options, server
 
     def post(self, path: str, body: Mapping[str, Any], hook: Hook | None = None) -> dict[str, Any]:
         """Send JSON; give the JSON that comes back.
@@ -155,7 +155,11 @@ class Completions:
         path = f"{self._base}/v1/models"
         models = self.http.get(path).get("data")
         if not (isinstance(models, list) and models and isinstance(models[0], dict) and "id" in models[0]):
-            raise EnvironmentLacks(f"{self.http.url}: HTTP 200 and no model at {path}", hint="name it with --model")
+            option = self.http.options.model
+            raise EnvironmentLacks(
+                f"{self.http.url}: HTTP 200 and no model at {path}",
+                hint=None if option is None else f"name it with {option}",
+            )
         return str(models[0]["id"])
 
 

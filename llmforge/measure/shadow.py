@@ -299,7 +299,7 @@ def replay(requests: Sequence[ShadowRequest], server: HttpServer, mirror: Mirror
 
 
 def read_requests(path: Path, model: str | None) -> list[ShadowRequest]:
-    """Read a trace with text: lines with `prompt`, as `serve --record --record-text` writes them, or `messages`.
+    """Read a trace with text: lines with `prompt`, as `serve --record DIR --record-text` writes them, or `messages`.
 
     Answers are greedy streams of at most as many tokens as the line says (`output_length`, `output_tokens` or
     `max_tokens`).
@@ -315,7 +315,8 @@ def read_requests(path: Path, model: str | None) -> list[ShadowRequest]:
         entry = small_file.parse_json(line, where, error=DataError)
         if not isinstance(entry, dict) or not (entry.get("prompt") or entry.get("messages")):
             raise DataError(
-                f"{where}: no text: expected `prompt` or `messages`", hint="record it: llmforge serve --record-text"
+                f"{where}: no text: expected `prompt` or `messages`",
+                hint="record it: llmforge serve ARTIFACT --record DIR --record-text",
             )
         asked = [entry.get(name) for name in ("output_length", "output_tokens", "max_tokens")]
         tokens = next((each for each in asked if isinstance(each, int) and each > 0), OUTPUT_TOKENS)

@@ -290,8 +290,10 @@ class Recipe(Section):
             return None
         if record is not None:
             return f"{runtime} cannot load a {self.engine.backend} artifact", f"choose {' or '.join(record.runtimes)}"
-        others = {name for each in BACKENDS.values() if each.export_format for name in each.export_format.runtimes}
-        if runtime in others or self.engine.backend != "onnxruntime":
+        others = [each for each in BACKENDS.values() if each.export_format and runtime in each.export_format.runtimes]
+        if others:
+            hint = f"set engine.backend to {' or '.join(each.name for each in others)}"
+        if others or self.engine.backend != "onnxruntime":
             return f"{runtime} cannot load engines of the backend {self.engine.backend}", hint
         if own := [cls.name for cls in passes if cls.own_operators]:
             return f"{runtime} cannot load the operators of the pass {', '.join(own)}, which only llmforge has", hint

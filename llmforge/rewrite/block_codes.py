@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -142,9 +143,10 @@ def require_matches(model: ir.Model, globs: Iterable[str]) -> None:
     names = {name for value in model.graph.initializers.values() for name in parameters(value)}
     for glob in globs:
         if not any(fnmatch.fnmatchcase(name, glob) for name in names):
+            [closest] = difflib.get_close_matches(glob, names, 1, cutoff=0)
             raise UsageError(
                 f"layer_bits: no parameter of the checkpoint matches {glob!r}",
-                hint="`llmforge inspect CHECKPOINT` lists them; all of a layer are model.layers.0.*",
+                hint=f"the closest is {closest}; all of a layer are model.layers.0.*",
             )
 
 

@@ -320,7 +320,7 @@ def published(repository: Path, name: str, version: int) -> Iterator[Path]:
         _move(partial, final, version)
     except OSError as error:
         raise EnvironmentLacks(
-            f"{repository}: cannot be written: {error}", hint="choose a writable folder with --output"
+            f"{repository}: cannot be written: {error}", hint="choose a folder that can be written"
         ) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

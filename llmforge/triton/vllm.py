@@ -6,6 +6,7 @@
            README.md          launch line
            1/model.json       the arguments of vLLM's engine
              engine/          not inside an artifact, which has it already
+             manifest.json    nor this: it says which artifact it is
 
 vLLM reads the path of a model from where the server was started, as any program does. So a server of the repository in
 an artifact is started in the artifact's folder, and one of an exported repository in that.
@@ -18,8 +19,10 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Protocol
 
 from llmforge.artifact import Artifact
+from llmforge.artifact.sealed import MANIFEST
 from llmforge.backends import of_provider
 from llmforge.base.errors import UnsupportedError
 from llmforge.triton import repository
@@ -50,6 +53,15 @@ Without Triton: `vllm serve {start}/{engine}`.
 """
 
 
+class Exporter(Protocol):
+    """How the model of an artifact gets into a repository."""
+
+    def __call__(
+        self, artifact: Artifact, model: TritonModel, models: Path, /, *, version: int = 1, copy: bool = False
+    ) -> Path:
+        """Write one version of the model; return the model's folder."""
+
+
 def write(model: TritonModel, artifact: Path) -> dict[str, bytes]:
     """Write the repository into the folder of an artifact, if its engine is one that vLLM loads.
 
@@ -62,27 +74,36 @@ def write(model: TritonModel, artifact: Path) -> dict[str, bytes]:
     return {f"{FOLDER}/{model.name}/{path}": content for path, content in made.items()}
 
 
-def export(artifact: Artifact, model: TritonModel, models: Path, *, version: int = 1, copy: bool = False) -> Path:
-    """Write `model` into the repository `models` as version `version`; return the model's folder.
+def exporter(artifact: Artifact, model: TritonModel) -> Exporter:
+    """Choose what exports the model of an artifact: `repository.export` where llmforge runs the engine, else `export`.
 
     Raises:
-        UnsupportedError: vLLM does not load the engine.
-        UsageError: the model has that version already.
-        EnvironmentLacks: the repository cannot be written.
+        UnsupportedError: no backend of Triton loads the engine.
     """
     backend = of_provider(model.runtime.provider)
+    if backend.export_format is None:
+        return repository.export
     if backend.name != BACKEND:
         raise UnsupportedError(
             f"{artifact.path}: Triton has no backend for a {backend.title}",
-            hint=None
-            if backend.export_format is None
-            else f"run `{backend.export_format.serve.format(engine='ARTIFACT/engine')}`",
+            hint=f"run `{backend.export_format.serve.format(engine='ARTIFACT/engine')}`",
         )
+    return export
+
+
+def export(artifact: Artifact, model: TritonModel, models: Path, *, version: int = 1, copy: bool = False) -> Path:
+    """Write `model`, whose engine vLLM loads, into the repository `models`; return the model's folder.
+
+    Raises:
+        UsageError: the model has that version already.
+        EnvironmentLacks: the repository cannot be written.
+    """
     with repository.published(models, model.name, version) as partial:
         engine = f"{model.name}/{version}/engine"
         _write(_files(model, version, "REPOSITORY", ".", engine), partial)
         link = shutil.copy2 if copy else repository.link
         shutil.copytree(artifact.path / "engine", partial / str(version) / "engine", copy_function=link)
+        shutil.copy2(artifact.path / MANIFEST, partial / str(version) / MANIFEST)
     return models / model.name
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmforge.base.errors import EnvironmentLacks, UsageError
-from llmforge.base.http_server import HttpServer
+from llmforge.base.http_server import HttpServer, ServerOptions
 
 from ..servers.keyed_server import KEY, keyed_server
 
@@ -30,6 +30,23 @@ def test_denied_access_names_the_key_as_the_way(status: int, key: str | None, sa
         pass
     assert "--api-key, or in the environment variable OPENAI_API_KEY" in str(denied.value)
     assert "wrong" not in str(denied.value)
+
+
+def test_hints_name_the_options_of_the_server() -> None:
+    options = ServerOptions("--other-key", "OTHER_KEY", None)
+    with (
+        keyed_server() as url,
+        pytest.raises(EnvironmentLacks, match="access denied") as denied,
+        HttpServer(url, None, options).request("GET", "/v1/models"),
+    ):
+        pass
+    assert denied.value.hint == "give one with --other-key, or in the environment variable OTHER_KEY"
+    with pytest.raises(UsageError) as refused:
+        HttpServer("http://127.0.0.1:9", " ", options)
+    assert refused.value.hint == "check --other-key or OTHER_KEY"
+    with pytest.raises(UsageError) as refused:
+        HttpServer("http://h:1/?key=secret", None, options)
+    assert refused.value.hint == "a key is given by --other-key or OTHER_KEY"
 
 
 @pytest.mark.parametrize("key", ["", " ", "a\nb", "schlüssel"])

@@ -138,11 +138,12 @@ def test_build_uses_the_remote_cache_that_is_asked_for(
 
 
 def test_build_ends_with_the_path(fake: FakePipeline, tmp_path: Path) -> None:
+    artifact = tmp_path / "docs-llama-fp32" / "0123456789ab"
+    (artifact / "triton" / "docs-llama-fp32").mkdir(parents=True)
     result = invoke("build", str(FP32), "--out", str(tmp_path))
     assert result.exit_code == 0
-    assert result.stdout.splitlines()[-1] == str(tmp_path / "docs-llama-fp32" / "0123456789ab")
+    assert result.stdout.splitlines()[-1] == str(artifact)
     assert "kld_mean" in result.stdout
-    artifact = tmp_path / "docs-llama-fp32" / "0123456789ab"
     assert re.sub(r": about \d+\.\d s$", "", result.stderr, flags=re.MULTILINE).splitlines() == [
         "Load llmforge",
         "Trace the checkpoint",
@@ -160,6 +161,17 @@ def test_a_model_with_a_chat_template_is_talked_to_next(tmp_path: Path) -> None:
     assert next(building._next_steps(tmp_path, engine)).endswith('"PROMPT"')
     (tmp_path / "tokenizer" / "chat_template.jinja").touch()
     assert next(building._next_steps(tmp_path, engine)) == f"next: llmforge run {tmp_path} --chat"
+
+
+def test_triton_is_next_where_the_build_wrote_its_repository(tmp_path: Path) -> None:
+    """It writes none of a GGUF file, nor of a reranker that classifies: `llmforge triton` refuses them."""
+    for backend in ("gguf", "compressed-tensors", "onnxruntime"):
+        artifact = tmp_path / backend
+        engine: Any = SimpleNamespace(pending=False, backend=backend)
+        assert not any("llmforge triton" in line for line in building._next_steps(artifact, engine))
+        (artifact / "triton" / "name").mkdir(parents=True)
+        [*_, last] = building._next_steps(artifact, engine)
+        assert last == f"      llmforge triton {artifact} -o models"
 
 
 @pytest.mark.parametrize(

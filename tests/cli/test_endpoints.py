@@ -23,6 +23,7 @@ from llmforge.serving import http as serve
 from llmforge.serving.http.server import make_server
 
 from ..samples.small_artifact import publish_small
+from ..servers.keyed_server import keyed_server
 
 
 @dataclass(frozen=True)
@@ -147,13 +148,32 @@ def test_options_that_say_nothing_are_refused(served: Served, tmp_path: Path) ->
         (("--gates", gates(tmp_path, {"kld_mean": {"max": 1}})), "--gates requires --reference"),
         ((), "no tokenizer is known"),
         (("--reference", served.url), "no tokenizer is known"),
-        (("--reference", served.artifact, "--reference-key", "sk-1"), "require a URL"),
+        (("--reference", served.artifact, "--reference-key", "sk-1"), "--reference-key requires a URL as --reference"),
+        (("--reference-model", "m"), "--reference-model requires a URL as --reference"),
     ):
         result = served.judge(*options)
         assert result.exit_code == 2, result.output
         assert said in result.output
     assert CliRunner().invoke(cli, ["judge"]).exit_code == 2
     assert CliRunner().invoke(cli, ["judge", "--verify", str(tmp_path / "none")]).exit_code == 5
+
+
+def test_a_reference_of_this_machine_leaves_the_key_in_the_environment_alone(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMFORGE_REFERENCE_KEY", "sk-1")
+    assert served.judge("--reference", served.artifact).exit_code == 0
+
+
+def test_hints_name_the_options_of_the_reference(served: Served) -> None:
+    with keyed_server() as keyed, keyed_server(open_models=True, models=()) as empty:
+        for url, said in (
+            (keyed, "give one with --reference-key, or in the environment variable LLMFORGE_REFERENCE_KEY"),
+            (empty, "name it with --reference-model"),
+        ):
+            result = served.judge("--reference", url, "--tokenizer", served.artifact)
+            assert result.exit_code == 8, result.output
+            assert said in " ".join(result.output.split())
 
 
 def test_a_server_that_is_not_there(served: Served) -> None:

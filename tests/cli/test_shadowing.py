@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from llmforge.cli import cli
 
 from ..servers.chat_server import chat_server, say
+from ..servers.keyed_server import keyed_server
 
 GATES = {"agreement": {"min": 0.8}, "error_rise": {"max": 0.1}, "behaviour.ended": {"min": -0.1}}
 
@@ -84,6 +85,26 @@ def test_options_that_say_nothing_are_refused(folder: Path) -> None:
         assert result.exit_code == 2, result.output
         assert said in result.output
     assert shadow(folder, url, url).exit_code == 8  # nobody answers
+
+
+def test_hints_name_the_options_of_the_server_that_they_are_about(folder: Path) -> None:
+    with chat_server(say("one")) as open_, keyed_server() as keyed, keyed_server(open_models=True, models=()) as empty:
+        for a, b, said in (
+            (keyed, open_.url, "give one with --api-key, or in the environment variable OPENAI_API_KEY"),
+            (open_.url, keyed, "give one with --shadow-key, or in the environment variable LLMFORGE_SHADOW_KEY"),
+            (empty, open_.url, "name it with --model"),
+            (open_.url, empty, "name it with --shadow-model"),
+        ):
+            result = shadow(folder, a, b)
+            assert result.exit_code == 8, result.output
+            assert said in " ".join(result.output.split())
+
+
+def test_help_names_options_that_shadow_has() -> None:
+    said = " ".join(CliRunner().invoke(cli, ["shadow", "--help"]).output.split())
+    assert "Key of A" in said
+    assert "`serve --record DIR --record-text`" in said
+    assert "--url" not in said
 
 
 @pytest.mark.thorough

@@ -23,7 +23,7 @@ from llmforge.base.errors import (
 )
 from llmforge.calibration import probe
 from llmforge.checkpoint import documents
-from llmforge.cli import cli, planning, starting
+from llmforge.cli import cli, parameters, planning, starting
 from llmforge.compile import probing, trial
 from llmforge.doctor import kept
 from llmforge.measure import ceilings, machine
@@ -58,7 +58,9 @@ def invoke(*args: str | Path) -> Result:
 def test_embedders_and_rerankers_get_recipes_of_their_own(home: Path) -> None:
     result = invoke("init", SAMPLE.parent / "docs-embedder-1m")
     assert (result.exit_code, result.stdout) == (0, "docs-embedder-1m.yaml\n")
-    assert "llmforge plan" not in result.stderr
+    assert result.stderr.endswith(
+        "next: llmforge plan docs-embedder-1m.yaml\n      llmforge build docs-embedder-1m.yaml\n"
+    )
     assert not (home / "text").exists(), "nothing is calibrated"
     embedder = Recipe.load(home / "docs-embedder-1m.yaml")
     int8 = ["pack-qkv", "pack-gate-up", "quantize-channels", "cpu-kernels"]
@@ -136,6 +138,10 @@ def test_what_is_there_is_not_replaced(home: Path) -> None:
     other = invoke("init", SAMPLE, "-o", "other.yaml")
     assert other.exit_code == 2
     assert "differs from the text that ships with llmforge" in other.stderr
+    (home / "docs-llama-7m.yaml").unlink()
+    up = invoke("up", SAMPLE)
+    assert (up.exit_code, up.stdout) == (2, "")
+    assert "hint: run the command in another folder, or give your own text to `llmforge init`" in up.stderr
     assert not (home / "other.yaml").exists()
 
 
@@ -371,6 +377,7 @@ def test_up_serves_an_embedder_in_fp32_where_int8_does_not_pass(
     monkeypatch.setattr(starting.serving.serve, "callback", lambda **given: served.append(given))
 
     def build(recipe: Path, **given: Any) -> None:
+        assert parameters.goes_on(), "`up` itself does what is next"
         built.append([each.name for each in Recipe.load(recipe).passes])
         if "quantize-channels" in built[-1]:
             raise error
@@ -381,6 +388,8 @@ def test_up_serves_an_embedder_in_fp32_where_int8_does_not_pass(
     assert result.exit_code == 0, result.stderr
     lossless = ["fuse-norms", "pack-qkv", "pack-gate-up"]
     assert built == [["pack-qkv", "pack-gate-up", "quantize-channels", "cpu-kernels"], lossless]
+    assert "docs-embedder-1m, an embedder, on " in result.stdout
+    assert "The least time of a batch" in result.stdout
     assert f"{error.message}\nnot served; wrote docs-embedder-1m.yaml again, in fp32" in result.stderr
     assert len(served) == 1
     assert [each.name for each in Recipe.load(home / "docs-embedder-1m.yaml").passes] == lossless

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from llmforge import artifact
 from llmforge.artifact import tags
 from llmforge.cli import cli
+from llmforge.runtime.config import RuntimeConfig, SessionOptions
+from llmforge.runtime.encoder import EncoderConfig
 
 from ..samples import stored
-from ..samples.stored import FAILS, UNDECIDED, put, several
+from ..samples.stored import FAILS, PASSES, UNDECIDED, put, several
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +188,69 @@ def test_promote_takes_a_version_or_rolls_back(words: tuple[str, ...]) -> None:
     done = invoke("promote", "tiny", *words, "--to", "prod")
     assert done.exit_code == 2
     assert "expected either VERSION or --rollback" in done.stderr
+
+
+def put_runtime(out: Path, content: str = "graph", **changes: Any) -> str:
+    """Publish one that says in `engine/runtime.json` what runs it; return its version."""
+    facts: dict[str, Any] = {
+        "format": 3, "onnxruntime": None, "kernels": None, "max_context": 96, "max_batch": 4, "vocabulary": 100,
+        "eos_token_ids": (1,), "bos_token_id": None, "caches": (), "session": SessionOptions(None, True, {}), **changes,
+    }  # fmt: skip
+    with artifact.staging(out, "tiny") as folder:
+        (folder / "engine").mkdir()
+        (folder / "engine/model.onnx").write_text(content)
+        (folder / "engine/runtime.json").write_text(RuntimeConfig(**facts).to_json())
+        return stored.publish(folder, recipe={"name": "tiny", "gates": PASSES, "serving": {}}).path.name
+
+
+def test_promote_adds_what_vllm_loads_to_a_repository_once(out: Path, tmp_path: Path) -> None:
+    one = put_runtime(out, "one", provider="compressed-tensors")
+    two = put_runtime(out, "two", provider="compressed-tensors")
+    models = tmp_path / "models"
+    promote = ("promote", "tiny", "--to", "prod", "--triton", str(models))
+    for version in (one, two, two):
+        done = invoke(*promote, version)
+        assert done.exit_code == 0, done.stderr
+    assert 'backend: "vllm"' in (models / "tiny/config.pbtxt").read_text()
+    for number, version in enumerate((one, two), 1):
+        folder, source = models / "tiny" / str(number), out / "tiny" / version
+        arguments = json.loads((folder / "model.json").read_text())
+        assert models / arguments["model"] == folder / "engine"
+        assert (folder / "engine/model.onnx").read_bytes() == (source / "engine/model.onnx").read_bytes()
+    assert not (models / "tiny" / "3").exists()
+    assert invoke(*promote, "--rollback").exit_code == 0
+    assert (models / "tiny/3/manifest.json").read_bytes() == (out / "tiny" / one / "manifest.json").read_bytes()
+
+
+CLASSIFIER = EncoderConfig("reranker", "cls", normalize=False, dimensions=0, max_tokens=96, labels=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({"provider": "gguf"}, 6, "Triton has no backend for a GGUF file\nhint: run `llama-server -m ARTIFACT/engine/"),
+        ({"onnxruntime": "1.31.0", "encoder": CLASSIFIER}, 6, "it gives 3 logits for a pair"),
+        ({"onnxruntime": "1.31.0"}, 5, "the artifact has no triton/tiny\nhint: build it again"),
+    ],
+)
+def test_what_no_triton_serves_moves_no_tag(
+    out: Path, tmp_path: Path, changes: dict[str, Any], code: int, said: str
+) -> None:
+    version, models = put_runtime(out, **changes), tmp_path / "models"
+    for command in (("promote", "tiny", version, "--to", "prod", "--triton"), ("triton", f"tiny/{version}", "-o")):
+        done = invoke(*command, str(models))
+        assert (done.exit_code, said in done.stderr) == (code, True), done.stderr
+    assert tags.names(out / "tiny") == []
+    assert not models.exists()
+
+
+def test_a_repository_that_cannot_be_written(out: Path, tmp_path: Path) -> None:
+    version, models = put_runtime(out, provider="compressed-tensors"), tmp_path / "models"
+    models.write_text("a file")
+    done = invoke("promote", "tiny", version, "--to", "prod", "--triton", str(models))
+    assert done.exit_code == 8
+    assert f"{models}: cannot be written: " in done.stderr
+    assert done.stderr.endswith("hint: choose a folder that can be written\n")
 
 
 def test_out_comes_before_the_environment(tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ def test_an_embedder_is_built_measured_loaded_and_served(tmp_path: Path) -> None
     theirs = CheckpointEncoder(Checkpoint.open(SAMPLE), model.encoder.config, threads=1)
     np.testing.assert_allclose(made, theirs.encode([each.ids for each in model.encoder.texts(TEXTS)]), atol=1e-5)
     assert made[0] @ made[1] > made[0] @ made[2]
+    recorded = CliRunner().invoke(cli, ["serve", str(built.path), "--record", str(tmp_path / "records")])
+    assert recorded.exit_code == 2
+    assert "--record cannot be used with an embedder or a reranker" in recorded.stderr
     with pytest.raises(UsageError, match="embeds texts, and scores no pairs"):
         model.score(TEXTS[0], TEXTS[1:])
     with EncoderEngine(model.encoder) as engine, TestClient(serve.create_encoder_app(engine, "docs")) as client:

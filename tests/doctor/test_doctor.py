@@ -244,6 +244,8 @@ def test_the_command_measures_and_writes(tmp_path: Path, monkeypatch: pytest.Mon
         (("--write", "here.yaml"), 2, "requires --measure"),
         (("--measure", "--device", "cuda:0"), 8, "there is no NVIDIA GPU cuda:0"),
         (("--device", "cuda:0"), 2, "requires --measure"),
+        (("--threads", "1"), 2, "requires --measure"),
+        (("--prove-transformers", "--measure"), 2, "--measure cannot be used with --prove-transformers"),
         (("--measure", "--device", "gpu"), 2, "expected cpu or cuda:N"),
     ],
 )

@@ -143,6 +143,12 @@ def test_a_store_is_not_made(tmp_path: Path) -> None:
     assert fsspec.filesystem("memory").find("/") == []
 
 
+def test_without_a_store_what_another_node_made_is_looked_for_in_a_folder_of_all(tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentLacks, match="is not on this node") as lacking:
+        store.fetch(tmp_path / "small" / "1", None)
+    assert lacking.value.hint == "let the folder of artifacts be one that all nodes have, or give --store URL"
+
+
 def test_a_bucket_is_not_made() -> None:
     class Bucket:
         protocol = ("s3", "s3a")

@@ -230,8 +230,9 @@ def test_a_trace_is_sent_until_it_is_enough(tmp_path: Path) -> None:
         assert len(a.asked) < 40
     assert json.loads(requests[0].body)["max_tokens"] == 9
     trace.write_text('{"timestamp": 0, "input_length": 1, "output_length": 9}\n')
-    with pytest.raises(DataError, match=r"trace.jsonl:1: no text"):
+    with pytest.raises(DataError, match=r"trace.jsonl:1: no text") as refused:
         shadow.read_requests(trace, None)
+    assert refused.value.hint == "record it: llmforge serve ARTIFACT --record DIR --record-text"
     trace.write_text("\n")
     with pytest.raises(DataError, match="contains no requests"):
         shadow.read_requests(trace, None)

@@ -419,8 +419,9 @@ def test_layers_have_bits_of_their_own() -> None:
     assert demand.table_grid("lm_head.weight", 64) == Grid(8, 32, True)
     with pytest.raises(UnsupportedError, match=r"a, model\.layers\.1\.b read the same and have one format"):
         replace(demand, layer_bits=(("*.a", 8),)).grid_of(["model.layers.1.a", "model.layers.1.b"])
-    with pytest.raises(UsageError, match=r"no parameter of the checkpoint matches 'model\.layer\.0"):
+    with pytest.raises(UsageError, match=r"no parameter of the checkpoint matches 'model\.layer\.0") as missed:
         QuantizeWeights(BUDGET, method="rtn", layer_bits={"model.layer.0.*": 8}).run(graphs.llama(), graphs.CPU)
+    assert "the closest is model.layers.0." in str(missed.value.hint)
 
 
 def test_a_retreat_comes_after_other_globs_of_its_layer() -> None:

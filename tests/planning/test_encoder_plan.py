@@ -66,9 +66,27 @@ def test_what_is_not_planned_is_refused() -> None:
         encoder_plan.answer(folder, encoding, recipe, ["h200"])
     with pytest.raises(UsageError, match="those are planned for one target"):
         encoder_plan.answer(folder, encoding, recipe, ["cpu-avx2", "h200"])
-    refused = CliRunner().invoke(cli, ["plan", str(EMBEDDER), "--batch", "3"])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--batch", "3"),
+        ("--calibration-workers", "2"),
+        ("--dtype", "fp16"),
+        ("--engine", "onnxruntime"),
+        ("--plot", "plan.svg"),
+        ("--price", "2"),
+        ("--products", "int8"),
+        ("--rate", "2/s"),
+        ("--tp", "2"),
+        ("--trace", "arrivals.jsonl"),
+    ],
+)
+def test_an_option_of_language_models_is_refused_as_it_is_typed(option: str, value: str) -> None:
+    refused = CliRunner().invoke(cli, ["plan", str(EMBEDDER), option, value])
     assert refused.exit_code == 2
-    assert "--batch is for language models" in refused.output
+    assert f"{option} is for language models" in " ".join(refused.output.split())
 
 
 def test_a_recipe_is_planned_by_the_command() -> None:

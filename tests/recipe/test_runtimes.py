@@ -52,6 +52,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"engine": {"max_context": 96, "backend": "tensorrt"}}, "cannot load engines of the backend tensorrt"),
     (
+        {"validation": {"quality": QUALITY, "runtimes": ["llama-cpp"]}},
+        r"llama-cpp cannot load engines of the backend onnxruntime[\s\S]*set engine.backend to gguf",
+    ),
+    (
         {"validation": {"quality": QUALITY}, "gates": {"runtime.optimum.agreement": {"min": 0.9}}},
         r"it would not be measured[\s\S]*validation: \{runtimes: \[optimum\]\}",
     ),

@@ -13,13 +13,13 @@ KEY = "sk-right-0123456789"
 
 
 @contextmanager
-def keyed_server(*, open_models: bool = False, status: int = 401) -> Iterator[str]:
+def keyed_server(*, open_models: bool = False, status: int = 401, models: tuple[str, ...] = ("m",)) -> Iterator[str]:
     """Serve at the URL that is given; with `open_models` only completions want the key."""
 
     class Handler(TextHandler, BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             if open_models or self._admitted():
-                self.send_text(200, json.dumps({"data": [{"id": "m"}]}))
+                self.send_text(200, json.dumps({"data": [{"id": each} for each in models]}))
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -55,7 +55,7 @@ def run(release: tuple[str, Path], *arguments: str) -> str:
 def test_its_hooks_are_those_that_are_written_down(release: tuple[str, Path]) -> None:
     assert json.loads(run(release, "-m", "llmforge.trace.hooks.table")) == table.releases()[release[0]]
     code = (
-        "import transformers; from llmforge.base import versions; from llmforge.trace.hooks import table;"
+        "import transformers; from llmforge.checkpoint import versions; from llmforge.trace.hooks import table;"
         "versions.check(); print(transformers.__version__, *filter(None, map(table.lost, table.HOOKS)))"
     )
     assert run(release, "-c", code).split() == [release[0]]

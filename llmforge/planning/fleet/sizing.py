@@ -126,8 +126,8 @@ def _alone(load: FleetLoad, goal: FleetGoal, engine: SimulatedEngine) -> dict[st
         )
         raise UsageError(
             f"no number of replicas meets the objective, because one request alone is too slow: {what}",
-            hint="relax the objective, quantize (--weights, --kv), split the model (--tp), take a faster target, or "
-            "plan for shorter prompts",
+            hint="relax the objective, plan for shorter prompts, or plan a checkpoint or recipe in fewer bits "
+            "(--weights, --kv), on more devices (--tp) or on a faster target",
         )
     return quantiles(outcomes, goal.percentile)
 

@@ -296,6 +296,14 @@ def test_an_endpoint_that_denies_access_is_said_so(small: Artifact, open_models:
     assert "sk-wrong" not in denied.output
 
 
+def test_an_endpoint_without_a_model_is_said_so_with_no_option_that_bench_lacks(small: Artifact) -> None:
+    with keyed_server(open_models=True, models=()) as url:
+        found = invoke(str(small.path), "--url", url, *ONE)
+    assert found.exit_code == 8
+    assert "HTTP 200 and no model at /v1/models" in " ".join(found.stderr.split())
+    assert "hint" not in found.stderr
+
+
 def test_a_load_names_its_points() -> None:
     settings = LoadSpec(rates=(1.0, 2.0), prompt_tokens=(8, 16), output_tokens=(4,)).settings()
     assert settings == [Setting(length, 4, rate=rate) for length in (8, 16) for rate in (1.0, 2.0)]
