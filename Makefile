@@ -66,7 +66,7 @@ types: $(VENV)/.dev  ## Check types
 contracts: $(VENV)/.dev  ## Check that imports point downward
 	$(BIN)/lint-imports
 
-check: lint types contracts test  ## Run all that CI runs
+check: lint types contracts docs test test-thorough  ## Run all that CI runs
 
 clean:  ## Delete caches and build outputs; the environment and artifacts stay
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -29,6 +29,7 @@ from llmforge.serving.http.limits import ApiKey, Client
 from llmforge.serving.interface import EngineStats
 from llmforge.serving.protocol.metrics import ANSWERS, COUNTERS, GAUGES, ITL, TTFT
 from llmforge.triton import launch
+from release import wheels
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "deploy"
@@ -369,7 +370,7 @@ def test_the_job_of_kserve_ends_its_canary(code: int, percent: int, tmp_path: Pa
 def test_what_the_dockerfile_copies_is_what_pip_builds_from() -> None:
     copied = re.findall(r"^COPY ([^-].*) \S+$", (FOLDER / "Dockerfile.serve").read_text(), re.MULTILINE)
     names = [name for line in copied for name in line.split()]
-    assert {"pyproject.toml", "constraints.txt", "llmforge", "passes", "recipes", "targets"} <= set(names)
+    assert {"pyproject.toml", "constraints.txt", "llmforge", *wheels.MAPPED} <= set(names)
     assert [name for name in names if not (ROOT / name).exists()] == []
     extras = re.search(r"'\.\[(.*?)\]'", (FOLDER / "Dockerfile.serve").read_text())
     assert extras is not None

@@ -27,7 +27,7 @@ FAKES = {
         echo "llmforge $*" >> "$TOLD"
         case "$1" in
           pull) echo artifacts/sample/old ;;
-          build) if [ -e broken ]; then exit 7; fi; echo progress >&2; echo artifacts/sample/new ;;
+          build) if [ -e broken ]; then exit 7; fi; echo progress >&2; echo artifacts/sample/new; exit "$(cat gate)" ;;
           gate) echo "### verdict" > gates.md; exit "$(cat gate)" ;;
           diff) echo "bits: 8 -> 4" ;;
         esac
@@ -128,7 +128,8 @@ def test_the_action_builds_gates_and_comments_what_changed(workplace: dict[str, 
 def test_the_action_fails_with_a_gate_and_still_comments(workplace: dict[str, str]) -> None:
     Path(workplace["PWD"], "gate").write_text("3")
     codes, _ = run_action(workplace, recipe="r.yaml")
-    assert [code for code in codes if code] == [3]
+    assert [code for code in codes if code] == [3]  # of `gate`: `build` ended so, too
+    assert told(workplace)[2].startswith("llmforge gate artifacts/sample/new --against none ")  # nothing was pulled
     assert told(workplace)[-1].startswith("gh pr comment 38")
     assert not any(line.startswith(("llmforge pull", "llmforge diff")) for line in told(workplace))
 
@@ -158,7 +159,8 @@ def test_the_template_of_gitlab_ends_as_gates_do_and_comments(workplace: dict[st
     command = ["bash", "-eo", "pipefail", "-c", script]
     done = subprocess.run(command, env={**workplace, **variables}, cwd=workplace["PWD"], check=False)
     assert done.returncode == gate
-    assert "llmforge gate artifacts/sample/new --against latest-passed" in "\n".join(told(workplace))
+    against = "latest-passed" if pull else "none"
+    assert f"llmforge gate artifacts/sample/new --against {against} " in "\n".join(told(workplace))
     assert ("llmforge diff artifacts/sample/old artifacts/sample/new" in told(workplace)) is bool(pull)
     assert told(workplace)[-1].endswith("https://gitlab/api/projects/7/merge_requests/38/notes")
     assert ("bits: 8 -> 4" in Path(workplace["PWD"], "said.md").read_text()) is bool(pull)
