@@ -107,7 +107,7 @@ _SHARED = ("budget", "block_size", "symmetric", "embedding_bits", "routers")  # 
 @dataclass(frozen=True)
 @methods.with_options(before="routers")
 class QuantizeWeights(QuantizeWeightsTraits, Pass):
-    """Quantize the weights of linear layers, experts, embedding and output head to 4 or 8 bits."""
+    """Quantize the weights of linear layers, experts, embedding and output head to 3, 4, 5, 6 or 8 bits."""
 
     numerics: ClassVar[Numerics] = Numerics.LOSSY
 
@@ -186,6 +186,8 @@ class QuantizeWeights(QuantizeWeightsTraits, Pass):
             raise ValueError(f"method: {methods.AUTO} has formats of 8 bits, and accuracy_level: {INT8_ACTIVATIONS}")
         if self.codes == "gguf" and (self.block_size, self.symmetric, self.scales) != (32, False, "fp32"):
             raise ValueError("codes: gguf has blocks and scales of its own; leave out block_size, symmetric and scales")
+        if self.codes == "gguf" and self.embedding_block_size is not None:
+            raise ValueError("codes: gguf has blocks of its own; leave out embedding_block_size")
         if self.codes == "gguf" and self.method == methods.AUTO and self.bits != 4:
             raise ValueError(f"method: {methods.AUTO} chooses among all types of GGUF; leave out bits")
         limits = (self.weight_bits is not None) + (self.weight_bytes is not None)

@@ -39,6 +39,7 @@ class Pending:
     weight_bytes_per_token: int  # read by a decode step at batch 1: the lowered graph does not tell experts apart
     kv_bytes_per_token: int
     multiply_adds_per_token: int | None = None  # of the weights; None: an older build did not count them
+    head_multiply_adds: int = 0  # of these, those that only the last token of a prompt takes; an older build: 0
 
     @property
     def spec(self) -> EngineSpec:
@@ -60,7 +61,12 @@ class Pending:
 
 
 def write(
-    request: BuildRequest, *, weight_bytes_per_token: int, kv_bytes_per_token: int, multiply_adds_per_token: int | None
+    request: BuildRequest,
+    *,
+    weight_bytes_per_token: int,
+    kv_bytes_per_token: int,
+    multiply_adds_per_token: int | None,
+    head_multiply_adds: int = 0,
 ) -> tuple[Pending, dict[str, str]]:
     """Write what a later build takes into the folder of `request` (created); return it, and SHA-256 of files by name.
 
@@ -77,6 +83,7 @@ def write(
         weight_bytes_per_token=weight_bytes_per_token,
         kv_bytes_per_token=kv_bytes_per_token,
         multiply_adds_per_token=multiply_adds_per_token,
+        head_multiply_adds=head_multiply_adds,
     )
     request.folder.mkdir(parents=True, exist_ok=True)
     if request.ranks:
@@ -103,7 +110,7 @@ def read(folder: Path) -> Pending:
         )
     data = small_file.read_json(file)
     if isinstance(data, dict):
-        data.setdefault("multiply_adds_per_token", None)  # an older build did not count them
+        data = {"multiply_adds_per_token": None, "head_multiply_adds": 0, **data}  # an older build did not count them
     found = strict_json.read(Pending, data, str(file))
     if found.format != FORMAT:
         raise InputError(

@@ -16,6 +16,7 @@ from llmforge.base.wording import cut, quoted
 MOST_BYTES = 256 << 20  # of a file of text: fifty million tokens
 _WANTED = 'expected a readable JSON Lines file of {"text": …} or {"messages": […]}'
 _FORMS = 'write `{"text": …}`, or `{"messages": [{"role": "user", "content": …}, …]}`'
+_BOM = "\ufeff"  # U+FEFF, which some editors write first; JSON has none (RFC 8259, section 8.1)
 _ANSWERS = "assistant"  # the role of what the model says
 ROLES = ("system", "developer", "user", _ANSWERS, "tool")
 
@@ -90,7 +91,9 @@ def read_all(paths: Sequence[Path]) -> list[list[Document]]:
     """
     found: list[list[Document]] = []
     seen: dict[str, Document] = {}
-    for path in paths:
+    for number, path in enumerate(paths):
+        if path in paths[:number]:
+            raise DataError(f"{path}: `data` names this file twice", hint="name each file once")
         read = read_documents(path)
         for document in read:
             if (twin := seen.get(document.id)) is not None:
@@ -170,9 +173,11 @@ def _parse(line: str, where: str, default_id: str) -> Document:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}:{error.colno}: not JSON: {error.msg}") from error
+        if line.startswith(_BOM):
+            raise DataError(f"{where}: begins with a byte order mark", hint="save it as UTF-8 without a BOM") from error
+        raise DataError(f"{where}:{error.colno}: not JSON: {error.msg}", hint=_FORMS) from error
     except (ValueError, RecursionError) as error:  # an integer of thousands of digits; a line of thousands of brackets
-        raise DataError(f"{where}: not usable JSON: {error}") from error
+        raise DataError(f"{where}: not usable JSON: {error}", hint=_FORMS) from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: not an object", hint=_FORMS)
     identity = record.get("id", default_id)

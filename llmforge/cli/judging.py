@@ -145,13 +145,15 @@ def _decided(asked: ReleaseQuestion, options: GateOptions) -> Judgement:
 def _end(judged: Judgement, subject: MeasuredArtifact) -> None:
     """Raise what gives the exit code of a verdict; say what would decide it."""
     from llmforge.gates.decision import Verdict
+    from llmforge.gates.release import NO_PAIRS
     from llmforge.report import release_text
 
-    samples = {each.measured.of for each in judged.gates if each.verdict is Verdict.INCONCLUSIVE and each.measured}
+    undecided = [each for each in judged.gates if each.verdict is Verdict.INCONCLUSIVE]
+    samples = {each.measured.of for each in undecided if each.measured}
     ways = []
     if "repetitions" in samples:
         ways.append("time both more often: llmforge gate --repetitions N")
-    if "documents" in samples or not samples:
+    if "documents" in samples or any(NO_PAIRS in each.explanation for each in undecided):
         ways.append("measure more documents: llmforge gate --until-decided --text MORE.jsonl")
     failed = "other limits: llmforge gate --gates FILE.yaml"
     if subject.report.quality is not None:  # encoders have none: their layers are not told apart

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from llmforge import targets
+from llmforge import passes, targets
 from llmforge.backends import BACKENDS
 from llmforge.base.errors import InputError, UnsupportedError
 from llmforge.compile import heads
@@ -51,8 +52,9 @@ class Draft:
 def recipe_of(recipe: Recipe) -> Recipe | None:
     """Give the recipe of the model that drafts for what `recipe` builds; None: none does.
 
-    It is the one that `serving.speculation` names, or `recipe` itself, of the other checkpoint. Context and rows are
-    those of the model that it drafts for; its cache has slots.
+    It is the one that `serving.speculation` names, or `recipe` itself, of the other checkpoint: without what belongs to
+    its own, and without what is measured. Context and rows are those of the model that it drafts for; its cache has
+    slots.
 
     Raises:
         RecipeError: it does not validate.
@@ -69,18 +71,37 @@ def recipe_of(recipe: Recipe) -> Recipe | None:
         "engine.max_context": recipe.engine.max_context,
         "engine.max_batch": recipe.engine.max_batch,
         **({} if recipe.engine.kv_cache is None else {"engine.kv_cache": "slots"}),
-        **({} if spec.checkpoint is None else {"checkpoint": str(spec.checkpoint)}),
+        **({} if spec.checkpoint is None else {"checkpoint": str(spec.checkpoint), "revision": None}),
+        **(_without_checkpoint(recipe) if spec.recipe is None else {}),
     }
     return Recipe.load(path, [*given, *(f"{key}={json.dumps(value)}" for key, value in changes.items())])
 
 
+def _without_checkpoint(recipe: Recipe) -> dict[str, Any]:
+    """Say what of `recipe` is set for another checkpoint: no adapters, and of what is measured, the text of budgets."""
+    quality = recipe.validation.quality
+    text = None if quality is None else {**quality.model_dump(mode="json", by_alias=True), "reference": None}
+    measured = {"validation": {"quality": text}, "gates": {}}
+    if not recipe.adapters:
+        return measured
+    adding = {cls.name for cls in passes.ALL if cls.adds_adapters}
+    kept = [{spec.name: spec.options} for spec in recipe.passes if spec.name not in adding]
+    return {**measured, "adapters": [], "passes": kept}
+
+
 def _require_own_engine(recipe: Recipe, what: str) -> None:
     """Return if the engine of `recipe` is one of ours, and is built here."""
-    if BACKENDS[recipe.engine.backend].export_format is not None or recipe.engine.deferred:
+    where = recipe.where("serving", "speculation")
+    if BACKENDS[recipe.engine.backend].export_format is not None:
         raise UnsupportedError(
-            f"{recipe.where('serving', 'speculation')}: {what} ships with an engine of llmforge's own that is built "
-            "here",
+            f"{where}: {what} ships with an engine of llmforge's own, and {recipe.engine.backend} is for servers of "
+            "others",
             hint="remove `speculation`, or choose another backend",
+        )
+    if recipe.engine.deferred:
+        raise UnsupportedError(
+            f"{where}: {what} ships with an engine that is built here, and this one is deferred",
+            hint="remove `deferred`, or --defer",
         )
 
 

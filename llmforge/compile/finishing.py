@@ -124,7 +124,12 @@ def measure(
     asked = Measurement(
         staging,
         engine,
-        BytesRead(waiting.weight_bytes_per_token, waiting.kv_bytes_per_token, waiting.multiply_adds_per_token),
+        BytesRead(
+            waiting.weight_bytes_per_token,
+            waiting.kv_bytes_per_token,
+            waiting.multiply_adds_per_token,
+            waiting.head_multiply_adds,
+        ),
         spec=recipe.validation,
         target=target,
         checkpoint=checkpoint,

@@ -16,8 +16,9 @@ from llmforge.base.errors import EnvironmentLacks, UnsupportedError
 from llmforge.checkpoint import CONFIG, CONTEXTS, find_chat_template, folder_of, read_settings
 from llmforge.checkpoint.shards import read_headers, weight_files
 from llmforge.compile import chat_template, reference, texts
+from llmforge.measure import task_files
 from llmforge.planning import request, source
-from llmforge.recipe import Recipe
+from llmforge.recipe import TASK_FILES, Recipe, ValidationSpec
 from llmforge.rewrite.pass_base import Pass
 from llmforge.targets import Target
 
@@ -49,6 +50,7 @@ def check(recipe: Recipe) -> None:
     Raises:
         InputError: the chat template that it names cannot be used.
         DataError: a text is missing or not readable, or evaluation text was calibrated on.
+        RecipeError: the file of a task cannot be read.
         CheckpointError: the folder is no checkpoint: a file is missing or damaged.
         EnvironmentLacks: the recipe asks for tasks, and what runs them is not installed.
         UnsupportedError: the weights are quantized in a way that is not taken, or `engine.max_context` is more than
@@ -58,6 +60,7 @@ def check(recipe: Recipe) -> None:
         extras.require("eval")
     chat_template.check(recipe)
     texts.check(recipe)
+    _check_measured(recipe.validation)
     folder = folder_of(recipe.checkpoint.absolute())
     settings = read_settings(folder)
     _check_context(recipe, settings.get("text_config", settings))
@@ -125,6 +128,19 @@ def check_room(recipe: Recipe, out: Path) -> list[str]:
 
 def _gb(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
+
+
+def _check_measured(spec: ValidationSpec) -> None:
+    """Read what is measured on, beside texts: the trace of a load, the files of tasks, queries and passages."""
+    for task in spec.tasks or ():
+        if task.endswith(TASK_FILES):
+            task_files.read(Path(task))
+    if spec.retrieval is not None:
+        spec.retrieval.corpus()
+    if spec.latency is not None and spec.latency.trace is not None:
+        from llmforge.measure.load.workload import check_trace  # brings ONNX Runtime
+
+        check_trace(spec.latency.trace.data)
 
 
 def _check_context(recipe: Recipe, settings: Mapping[str, Any]) -> None:

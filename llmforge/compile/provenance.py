@@ -15,6 +15,7 @@ from llmforge.base import extras
 from llmforge.compile.lock import FILE, Lock
 from llmforge.gates.records import Report
 from llmforge.report import card
+from llmforge.runtime.encoder import EncoderConfig
 
 STATEMENT, BOM = "statement.json", "bom.cdx.json"  # in the folder `artifact.PROVENANCE`, with the lock
 EXTRA = "provenance"
@@ -24,8 +25,10 @@ _BUILD_TYPE, _BUILDER = "urn:llmforge:build:1", "urn:llmforge:builder"
 _LOCK = "every input: checkpoint, texts, recipe, seeds, code, packages, threads, processor"
 
 
-def write(staging: Path, report: Report, lock: Lock, manifest: artifact.Manifest) -> None:
-    """Write the folder `provenance` and the card of content that `manifest` lists.
+def write(
+    staging: Path, report: Report, lock: Lock, manifest: artifact.Manifest, encoder: EncoderConfig | None = None
+) -> None:
+    """Write the folder `provenance` and the card of content that `manifest` lists; `encoder`: see `card.write`.
 
     The bill of materials needs the extra `provenance`; without it there is none, and the card says so.
     """
@@ -48,7 +51,8 @@ def write(staging: Path, report: Report, lock: Lock, manifest: artifact.Manifest
             else "CycloneDX bill of materials",
         ),
     ]
-    text = card.write(report, repository=lock.checkpoint.repository, revision=lock.checkpoint.revision, origin=origin)
+    source = lock.checkpoint
+    text = card.write(report, repository=source.repository, revision=source.revision, encoder=encoder, origin=origin)
     (staging / artifact.CARD).write_text(text, encoding="utf-8")
 
 

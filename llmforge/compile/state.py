@@ -127,7 +127,6 @@ class CompileState:
     # trace
     model: ir.Model = field(init=False)  # the canonical graph, which passes rewrite
     traced: ir.Model = field(init=False)  # as it was traced
-    multiply_adds: int = field(init=False)  # of a token
     demands: Sequence[Demand] = field(init=False)
     trace_proof: PendingProof[str] = field(init=False)
     digests: StageDigests = field(default_factory=lambda: StageDigests())

@@ -131,7 +131,9 @@ def _read_by_a_step(path: Path, recipe: Recipe, before: Report) -> BytesRead:
     if before.latency is None:
         return BytesRead(0, 0)
     found = before.latency.footprint
-    return BytesRead(found.weight_bytes_per_token, found.kv_bytes_per_token, found.multiply_adds_per_token)
+    return BytesRead(
+        found.weight_bytes_per_token, found.kv_bytes_per_token, found.multiply_adds_per_token, found.head_multiply_adds
+    )
 
 
 def _measurement(

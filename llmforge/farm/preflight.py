@@ -21,8 +21,10 @@ from llmforge.base.hashed_files import all_sha256
 from llmforge.cache import Code
 from llmforge.farm import checkpoints, store
 from llmforge.farm.matrix import Build
+from llmforge.measure import task_files
+from llmforge.metrics.retrieval import corpus
 from llmforge.planning import request
-from llmforge.recipe import Recipe
+from llmforge.recipe import TASK_FILES, Recipe, behaviour, retrieval
 
 _LEAST_BYTES = 200_000_000  # free on a disk to build with, where nothing is predicted: logs, a trace, a tiny artifact
 _SAME = "it must be the same on all nodes: copy it, or put it into a folder that they share"
@@ -133,8 +135,18 @@ def _texts(recipe: Recipe) -> Iterable[Path]:
     """List the files of a recipe that builds read, beside the checkpoint."""
     if recipe.calibration is not None:
         yield from recipe.calibration.data
-    if recipe.validation.quality is not None:
-        yield from recipe.validation.quality.data
+    measured = recipe.validation
+    if measured.quality is not None:
+        yield from measured.quality.data
+    if measured.latency is not None and measured.latency.trace is not None:
+        yield measured.latency.trace.data
+    for task in measured.tasks or ():
+        if task.endswith(TASK_FILES):
+            yield from (Path(task), *task_files.data_files(Path(task)))
+    if measured.behaviour is not None and measured.behaviour.data not in behaviour.SHIPPED:
+        yield measured.behaviour.file
+    if measured.retrieval is not None and measured.retrieval.data != retrieval.SHIPPED:
+        yield from (Path(measured.retrieval.data) / name for name in (corpus.CORPUS, corpus.QUERIES, corpus.QRELS))
     if recipe.chat_template is not None:
         yield recipe.chat_template
 

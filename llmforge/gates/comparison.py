@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmforge.artifact import Artifact, versions
 from llmforge.base import wording
@@ -42,7 +43,7 @@ class Change(ReportRecord):
         found = self.difference
         if found is None or found.low is None or found.high is None:
             return False
-        better = catalog.named(self.metric).better
+        better = _better(self.metric, self.a, self.b)
         return (better == "lower" and found.high < 0) or (better == "higher" and found.low > 0)
 
 
@@ -189,11 +190,22 @@ def _change(name: str, a: Estimate | None, b: Estimate | None, difference: Figur
         return Change(metric=name, a=a, b=b, difference=None, why_not=alone)
     if isinstance(difference, Studentized):
         difference = difference.estimate(ALPHA)
-    better, low, high = catalog.named(name).better, difference.low, difference.high
+    better, low, high = _better(name, a, b), difference.low, difference.high
     worse = (better == "lower" and low is not None and low > 0) or (
         better == "higher" and high is not None and high < 0
     )
     return Change(metric=name, a=a, b=b, difference=difference, worse=worse)
+
+
+def _better(name: str, a: Estimate | None, b: Estimate | None) -> Literal["lower", "higher", "neither"]:
+    """Say which way is better from A to B: towards a metric's ideal where both lie on one side of it, or at it."""
+    metric = catalog.named(name)
+    if metric.ideal is None:
+        return metric.better
+    sides = [math.nan if each is None else each.value - metric.ideal for each in (a, b)]
+    if all(side >= 0 for side in sides):
+        return "lower"
+    return "higher" if all(side <= 0 for side in sides) else "neither"
 
 
 def _differing(a: Any, b: Any, place: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from llmforge.ir import interface, operators
+from llmforge.ir import interface, logits_rows, operators
 from llmforge.ir.routing import share_read
+from llmforge.ir.subgraph import Index, behind
 from llmforge.metrics.latency import Footprint
 
 
@@ -21,6 +22,7 @@ class BytesRead:
     weights: int
     kv: int  # for each token of context
     multiply_adds: int | None = None  # of the weights, for each token; see `multiply_adds`
+    head_multiply_adds: int = 0  # of these, those that a prompt takes once; see `head_multiply_adds`
 
     def footprint(self, artifact_bytes: int) -> Footprint:
         """Put it beside the size of the artifact's engine."""
@@ -29,6 +31,7 @@ class BytesRead:
             weight_bytes_per_token=self.weights,
             kv_bytes_per_token=self.kv,
             multiply_adds_per_token=self.multiply_adds,
+            head_multiply_adds=self.head_multiply_adds,
         )
 
 
@@ -50,9 +53,26 @@ def multiply_adds(model: ir.Model) -> int:
     For a graph as it was traced, whose weights have an element for each parameter. Attention's products of queries,
     keys and values are not among them: they grow with the context. Tables and vectors multiply nothing.
     """
+    return _multiply_adds(model.graph.initializers.values())
+
+
+def head_multiply_adds(traced: ir.Model, model: ir.Model) -> int:
+    """Count those multiply-adds of `traced` that only a row which gets logits takes: of a prompt, the last one.
+
+    0 where every row of `model`, which the passes made of it, gets logits, and of an encoder.
+    """
+    if not logits_rows.readers(model):
+        return 0
+    constant = Index.of(traced).constant  # a tied head reads the embedding through a Transpose
+    read = [value for node in logits_rows.readers(traced) for value in node.inputs if value is not None]
+    _, sources = behind(read, lambda value: value not in constant)
+    return _multiply_adds(sources)
+
+
+def _multiply_adds(values: Iterable[ir.Value]) -> int:
     return sum(
         math.ceil(share_read(value) * tensor.size)
-        for value in model.graph.initializers.values()
+        for value in values
         if (tensor := value.const_value) is not None and len(tensor.shape) >= 2 and not _only_looked_up(value)
     )
 

@@ -26,8 +26,9 @@ import jinja2
 import numpy as np
 from jinja2.sandbox import SandboxedEnvironment
 
-from llmforge.base import folders, located_yaml
+from llmforge.base import located_yaml
 from llmforge.base.errors import DataError, UnsupportedError, UsageError
+from llmforge.measure import task_files
 from llmforge.measure.scoring import Keep, Likelihood, Pair, TaskRequest, TaskSide, blocks
 from llmforge.metrics.tasks import Form, Score, TaskResult
 
@@ -48,8 +49,6 @@ BLOCK = 64  # requests that are kept together: so many are lost at most where a 
 ANSWER_TOKENS = 256  # of a task that does not say how many; the harness's default
 SEED, OTHER_SEED = 0, 1234  # the harness's own
 FILES = (".yaml", ".yml")
-_BUILDERS = ("json", "csv", "parquet", "text")  # of data sets that are files
-_OTHER_FILES = ("include", "class", "group", "custom_dataset")  # keys that would run or read something else
 _NAMES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
 _FORMS: Mapping[str, Form] = {"weighted_perplexity": "perplexity", "perplexity": "perplexity", "bits_per_byte": "bits"}
 _PROBLEMS = (jinja2.TemplateError, LookupError, ValueError, TypeError, AssertionError)  # of a task, in the harness
@@ -174,46 +173,19 @@ def _load(asked: TaskRequest) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read the file of a task; its data files are relative to it.
+    """Read the file of a task, whose metrics must be the harness's own.
 
     Raises:
-        DataError: it is no task, or would run code of its own.
+        DataError, RecipeError: as `task_files.read`; or there is no such metric.
     """
-    source = located_yaml.read(path)
-    config: dict[str, Any] = dict(source.mapping)
-    for key in _OTHER_FILES:
-        if key in config:
-            raise DataError(f"{source.where((key,))}: {key}: not supported in a task file", hint="write out one task")
-    if not isinstance(config.get("task"), str):
-        raise DataError(f"{path}: `task`, the name of the task, is missing")
-    if config.get("dataset_path") not in _BUILDERS:
-        raise DataError(
-            f"{path}: dataset_path is {config.get('dataset_path')!r}; a task file has its data in files: "
-            f"{', '.join(_BUILDERS)}",
-            hint="dataset_path: json, dataset_kwargs: {data_files: {test: FILE.jsonl}}",
-        )
+    config = task_files.read(path)
     for entry in config.get("metric_list") or []:
         metric = entry.get("metric") if isinstance(entry, Mapping) else entry
         if metric not in METRIC_REGISTRY:  # the harness would look for a script of that name
             raise DataError(
                 f"{path}: metric_list: no such metric: {metric!r}", hint=f"known: {', '.join(METRIC_REGISTRY)}"
             )
-    options = dict(config.get("dataset_kwargs") or {})
-    files = options.get("data_files")
-    if isinstance(files, Mapping):
-        options["data_files"] = {split: _anchored(path.parent, each) for split, each in files.items()}
-    elif files is not None:
-        options["data_files"] = _anchored(path.parent, files)
-    return {**config, "dataset_kwargs": options}
-
-
-def _anchored(folder: Path, files: Any) -> Any:
-    if isinstance(files, list):
-        return [_anchored(folder, each) for each in files]
-    file = folders.followed(folder) / str(files)
-    if not file.is_file():
-        raise DataError(f"{file}: there is no such file")
-    return str(file)
+    return config
 
 
 def _ran(task: Any, samples: Sequence[Mapping[str, Any]]) -> _Ran:

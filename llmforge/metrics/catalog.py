@@ -175,7 +175,8 @@ def _of_adapter(name: str) -> AdapterMetric | None:
     metric = OF_ADAPTERS.get(of)
     if metric is None or not metric.decides:
         return None
-    return AdapterMetric(name, f"{adapter}, {metric.title}", metric.unit, metric.better, adapter, metric)
+    title = f"{adapter}, {metric.title}"
+    return AdapterMetric(name, title, metric.unit, metric.better, adapter, metric, ideal=metric.ideal)
 
 
 def _of_task(name: str) -> TaskMetric | None:

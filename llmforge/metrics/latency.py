@@ -61,9 +61,8 @@ class LoadTrial:
 
     @property
     def operations(self) -> int | None:
-        """Operations of the weights for the prompts, a multiplication and an addition being two; None: not counted."""
-        each = self.conditions.footprint.multiply_adds_per_token
-        return None if each is None else 2 * each * self.artifact.batch * self.prompt_tokens
+        """Operations of the weights for the prompts; None: not counted."""
+        return self.conditions.footprint.prompt_operations(self.artifact.batch, self.prompt_tokens)
 
 
 class Spread(ReportRecord):
@@ -127,6 +126,23 @@ class Footprint(ReportRecord):
     weight_bytes_per_token: int  # that one decode step reads: initializers but tables and experts it does not choose
     kv_bytes_per_token: int  # of cache, for each token of context, all layers
     multiply_adds_per_token: int | None = None  # of the weights, attention's own left out; None: not counted
+    head_multiply_adds: int = 0  # of these, those that only the last token of a prompt takes; 0: all do, or unknown
+
+    @model_serializer(mode="wrap")
+    def _counted(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out the head where it is not told apart."""
+        fields: dict[str, Any] = write(self)
+        return {name: value for name, value in fields.items() if name != "head_multiply_adds" or value}
+
+    def prompt_operations(self, batch: int, tokens: int) -> int | None:
+        """Count operations of the weights for `batch` prompts of so many `tokens`, a multiply-add being two.
+
+        None: multiply-adds were not counted.
+        """
+        if self.multiply_adds_per_token is None:
+            return None
+        layers = self.multiply_adds_per_token - self.head_multiply_adds
+        return 2 * batch * (tokens * layers + self.head_multiply_adds)
 
 
 class Bandwidth(ReportRecord):
@@ -304,7 +320,7 @@ def data_sheet_bandwidth_utilization(trial: LoadTrial) -> float | None:
 
 
 def compute_utilization(trial: LoadTrial) -> float | None:
-    """Share of the measured rate that prompts use (MFU): 2 · multiply-adds · tokens / median TTFT / rate."""
+    """Share of the measured rate that prompts use (MFU): operations of the weights / median TTFT / rate."""
     compute = trial.conditions.compute
     return _share_of_rate(trial.operations, first_token_ms, trial, None if compute is None else compute.rate)
 

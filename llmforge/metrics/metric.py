@@ -58,6 +58,7 @@ class Metric:
     unit: Unit
     better: Literal["lower", "higher", "neither"]
     meaning: str = field(default="", kw_only=True)
+    ideal: float | None = field(default=None, kw_only=True)  # the checkpoint's own: nearer is better, on either side
     key: int | None = field(default=None, kw_only=True)  # place among a report's key figures; None: it is none of them
 
     def fewest(self, samples: int) -> int | None:

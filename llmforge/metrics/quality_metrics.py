@@ -211,13 +211,13 @@ QUALITY: tuple[QualityMetric, ...] = (
     ),
     QualityMetric(
         "eos_shift_at_ends", "Shift of ln p(end) where a text ends", NATS_MOVED, "higher",
-        OfSums((END_SHIFT,), _mean, source="ends"),
+        OfSums((END_SHIFT,), _mean, source="ends"), ideal=0,
         meaning="artifact less baseline, after whole texts and answers; below 0 it stops less often",
         row=("End of a text", "ln p(end), at ends"),
     ),
     QualityMetric(
         "eos_shift_elsewhere", "Shift of ln p(end) elsewhere", NATS_MOVED, "lower",
-        OfSums((END_SHIFT_ELSEWHERE,), _mean),
+        OfSums((END_SHIFT_ELSEWHERE,), _mean), ideal=0,
         meaning="artifact less baseline, before all other tokens; above 0 it stops more often",
         row=("End of a text", "elsewhere"),
     ),
@@ -248,12 +248,12 @@ QUALITY: tuple[QualityMetric, ...] = (
         row=("Greedy answers", "equal tokens, median"),
     ),
     QualityMetric(
-        "greedy_length_ratio", "Length of greedy answers", RATIO, "lower", OfAnswers(length_ratio),
+        "greedy_length_ratio", "Length of greedy answers", RATIO, "lower", OfAnswers(length_ratio), ideal=1,
         meaning=f"artifact / baseline, in tokens; an answer has at most {ANSWER_TOKENS}",
         row=("Length of greedy answers", "artifact / baseline"),
     ),
     QualityMetric(
-        "greedy_ends_added", "Greedy answers that end, added", SHIFT, "higher", OfAnswers(ends_added),
+        "greedy_ends_added", "Greedy answers that end, added", SHIFT, "higher", OfAnswers(ends_added), ideal=0,
         meaning=f"share that ends within {ANSWER_TOKENS} tokens, artifact less baseline; below 0 it stops less often",
         row=("Length of greedy answers", "ended, added"),
     ),

@@ -8,7 +8,9 @@ from typing import Any
 
 from llmforge.base.errors import RecipeError, UsageError
 from llmforge.base.located_yaml import Location, Plain, Source, parse
+from llmforge.metrics import catalog
 from llmforge.recipe import errors
+from llmforge.recipe.gates import GateSpec
 
 _LONGEST = 120  # characters of an override in a message
 _DEEPEST = 8  # keys inside keys; recipes have four
@@ -24,7 +26,7 @@ def apply(overrides: Sequence[str], source: Source, schema: Mapping[str, Any]) -
     """
     for override in overrides:
         key, equals, text = override.partition("=")
-        path = tuple(key.strip().split("."))
+        path = _path(key.strip())
         if not equals or not all(path):
             raise UsageError(f"--set {_told(override)}: expected KEY.KEY=VALUE", hint="--set engine.max_context=512")
         if len(path) > _DEEPEST:
@@ -35,6 +37,17 @@ def apply(overrides: Sequence[str], source: Source, schema: Mapping[str, Any]) -
         else:
             _require_known(path, schema, override)
             _assign(source, source.mapping, path, value, override, outer=())
+
+
+def _path(key: str) -> tuple[str, ...]:
+    """Split a key at its dots; those in the name of a metric stay: `gates.task.arc_easy.acc.min`."""
+    first, *rest = key.split(".")
+    if first != "gates" or len(rest) < 2:
+        return (first, *rest)
+    whole, metric, limit = ".".join(rest), ".".join(rest[:-1]), rest[-1]
+    if limit in GateSpec.model_fields or (catalog.find(metric) is not None and catalog.find(whole) is None):
+        return first, metric, limit
+    return first, whole
 
 
 def _told(override: str) -> str:
@@ -54,13 +67,17 @@ def _value(override: str, text: str) -> Plain:
 
 def _require_known(path: Sequence[str], schema: Mapping[str, Any], override: str) -> None:
     for depth, part in enumerate(path):
-        known = errors.properties(schema, tuple(path[:depth]))
-        if known is None or part not in known:
-            raise UsageError(
-                f"--set {_told(override)}: no key {'.'.join(path[: depth + 1])!r}; "
-                + (f"known: {', '.join(known)}" if known else f"{'.'.join(path[:depth])!r} has no keys"),
-                hint=errors.meant(part, known or ()),
-            )
+        if errors.allows(schema, path[: depth + 1]):
+            continue
+        is_metric = depth == 1 and path[0] == "gates" and catalog.find(part) is not None
+        if is_metric and GateSpec.model_fields.keys() >= set(path[2:]):
+            return  # of a slice, say, which the schema does not name
+        known = errors.properties(schema, path[:depth])
+        raise UsageError(
+            f"--set {_told(override)}: no key {'.'.join(path[: depth + 1])!r}; "
+            + (f"known: {', '.join(known)}" if known else f"{'.'.join(path[:depth])!r} has no keys"),
+            hint=errors.meant(part, known or ()),
+        )
 
 
 def _set_option(source: Source, path: Sequence[str], value: Plain, override: str) -> None:

@@ -235,10 +235,8 @@ def _step_floor(measured: Latency, point: LatencyPoint) -> float | None:
 def _prompt_floor(measured: Latency, point: LatencyPoint) -> float | None:
     """Milliseconds in which the measured rate makes the products of the weights for the prompts."""
     rate = None if measured.compute is None else measured.compute.rate
-    each = measured.footprint.multiply_adds_per_token
-    if rate is None or each is None:
-        return None
-    return 1e3 * 2 * each * point.batch * point.prompt_tokens / rate
+    operations = measured.footprint.prompt_operations(point.batch, point.prompt_tokens)
+    return None if rate is None or operations is None else 1e3 * operations / rate
 
 
 def _spread_out(values: Sequence[int]) -> list[int]:

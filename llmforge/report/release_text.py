@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from xml.etree import ElementTree
 
 from llmforge.base import wording
 from llmforge.gates import decision
 from llmforge.gates.decision import GateResult, Verdict
 from llmforge.gates.release import Judgement
-from llmforge.metrics import catalog
+from llmforge.metrics import catalog, units
+from llmforge.metrics.intervals import Estimate
 
 _MARKUP = re.compile(r"([\\`*\[\]|<>#~!]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
 
@@ -53,7 +55,7 @@ def sensitivity(gate: GateResult) -> str | None:
     if gate.detectable is None:
         return None
     unit = catalog.named(gate.metric).unit
-    said = f"a difference of {unit.write(gate.detectable)} would have shown with 80 % probability"
+    said = f"a difference of {unit.write(gate.detectable).removeprefix('+')} would have shown with 80 % probability"
     return said if gate.power is None else f"{said}; one that did not change passes with {100 * gate.power:.0f} %"
 
 
@@ -68,10 +70,13 @@ def markdown(judgement: Judgement) -> str:
     ]
     for gate in judgement.gates:
         write = catalog.named(gate.metric).unit.write
-        found = "–" if gate.measured is None else _measured(gate, write(gate.measured.value), write)
-        could = "–" if gate.detectable is None else write(gate.detectable)
+        limit, signed = write(gate.limit), write
+        if gate.is_relative:  # what was measured is a difference; how far it may move has no sign
+            limit, signed = limit.removeprefix("+"), partial(units.signed, write=write)
+        found = "–" if gate.measured is None else _measured(gate.measured, signed)
+        could = "–" if gate.detectable is None else write(gate.detectable).removeprefix("+")
         cells = (f"{gate.bound}{_post_hoc(gate)}", f"{icons[gate.verdict]} {gate.verdict.value}", found)
-        lines.append(f"| `{gate.metric}` {' | '.join(map(_cell, (*cells, write(gate.limit), could)))} |")
+        lines.append(f"| `{gate.metric}` {' | '.join(map(_cell, (*cells, limit, could)))} |")
     undecided = [gate.explanation for gate in judgement.gates if gate.verdict is not Verdict.PASS]
     against_it = [*judgement.exceeded, *undecided]
     lines += ["", *(f"- {_cell(each)}" for each in against_it)] if against_it else []
@@ -123,13 +128,11 @@ def junit_of(
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
 
 
-def _measured(gate: GateResult, value: str, write: object) -> str:
-    assert gate.measured is not None
-    assert callable(write)
-    low, high = gate.measured.low, gate.measured.high
-    if low is None or high is None or gate.measured.is_exact:
-        return value
-    return f"{value} ({write(low)} – {write(high)})"
+def _measured(figure: Estimate, write: Callable[[float], str]) -> str:
+    """Write a figure with its interval."""
+    if figure.low is None or figure.high is None or figure.is_exact:
+        return write(figure.value)
+    return f"{write(figure.value)} ({write(figure.low)} – {write(figure.high)})"
 
 
 def _marks(judgement: Judgement) -> str:

@@ -19,7 +19,7 @@ from llmforge.gates.records import BuildRecord, Report
 from llmforge.metrics import artifact_metrics, catalog, latency_metrics, quality_metrics, units
 from llmforge.metrics.agreement import RuntimeRun
 from llmforge.metrics.intervals import Estimate
-from llmforge.metrics.latency import Latency, LatencyPoint, Noise, Spread
+from llmforge.metrics.latency import Bandwidth, Latency, LatencyPoint, Noise, Spread
 from llmforge.metrics.latency_metrics import BestMetric, PointMetric, RunMetric, TimingMetric, WorkloadMetric
 from llmforge.metrics.metric import Measured, Metric, Sizes
 from llmforge.metrics.quality import ByPosition, OfSums, Quality
@@ -66,19 +66,24 @@ def headline(report: Report) -> str:
 def _ended(report: Report) -> str:
     verdicts = [result.verdict for result in report.gates]
     if report.verdict is Verdict.NONE:
-        return "Built; the recipe has no gates"
+        return f"{'Not built yet' if report.engine.pending else 'Built'}; the recipe has no gates"
     if report.verdict is Verdict.PASS:
         return "The gate passed" if len(verdicts) == 1 else f"All {len(verdicts)} gates passed"
     if report.verdict is Verdict.FAIL:
         said = release_text.failed(verdicts.count(Verdict.FAIL), len(verdicts), len(report.excesses))
         return said[0].upper() + said[1:]
-    unknown = "the engine was not run" if report.engine.unmeasured else "not enough data"
+    unknown = "not enough data"
+    if report.engine.unmeasured:
+        unknown = "the engine was not run"
+    elif not any(gate.measured for gate in report.gates if gate.verdict is report.verdict):
+        unknown = "not measured"
     return f"{verdicts.count(report.verdict)} of {len(verdicts)} gates inconclusive: {unknown}"
 
 
 def gate_limit(gate: GateResult) -> str:
-    """Write the limit of a gate, "max 0.0300", "drop max 5.0 %"."""
-    return f"{gate.bound.replace('_', ' ')} {catalog.named(gate.metric).unit.write(gate.limit)}"
+    """Write the limit of a gate, "max 0.0300", "drop max 5.0 %"; how far something may move has no sign."""
+    limit = catalog.named(gate.metric).unit.write(gate.limit)
+    return f"{gate.bound.replace('_', ' ')} {limit.removeprefix('+') if gate.is_relative else limit}"
 
 
 def gate_figures(gate: GateResult) -> tuple[str, str]:
@@ -432,8 +437,8 @@ def _cells(metric: Metric, figure: Spread | Distribution | Estimate | float | No
 
 def how_measured(latency: Latency) -> str:
     """Say in a line what was timed, and how often."""
-    single = latency.single
-    several = len(latency.points) - len(single)
+    alone = sum(point.batch == 1 for point in latency.points)
+    several = len(latency.points) - alone
     counts = sorted({len(point.artifact.generations_ms) for point in latency.points})
     outputs = sorted({point.output_tokens for point in latency.points})
     turns = sorted({0 if point.baseline is None else len(point.baseline.generations_ms) for point in latency.points})
@@ -441,11 +446,14 @@ def how_measured(latency: Latency) -> str:
     if latency.baseline is not None:
         beside = f"{' in' if turns == counts else f', {_range(turns)} of them in'} turns with the baseline"
     one = "text" if latency.encodes else "sequence"
+    loads = f"{_counted([alone], 'load')} of one {one}, {several} of several"
+    if not (alone and several):
+        loads = f"one {one} at a time" if alone else f"several {one}s at once"
     parts = [
-        f"{len(single)} loads of one {one}, {several} of several" if several else f"one {one} at a time",
-        "random token ids" if latency.encodes else f"{_range(outputs)} output tokens",
-        f"{_range(counts)} repetitions{beside}",
-        f"{latency.threads} threads",
+        loads,
+        "random token ids" if latency.encodes else _counted(outputs, "output token"),
+        f"{_counted(counts, 'repetition')}{beside}",
+        _counted([latency.threads], "thread"),
     ]
     said = ", ".join(parts) + "."
     stopped = f" Repeated until {latency.stopped}." if latency.stopped else ""
@@ -454,6 +462,11 @@ def how_measured(latency: Latency) -> str:
 
 def _range(numbers: Sequence[int]) -> str:
     return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+
+
+def _counted(numbers: Sequence[int], thing: str) -> str:
+    """Write how many things, "1 thread", "3 to 7 repetitions"."""
+    return f"{_range(numbers)} {thing}{'' if list(numbers) == [1] else 's'}"
 
 
 def latency_facts(latency: Latency) -> list[tuple[str, str]]:
@@ -468,12 +481,7 @@ def latency_facts(latency: Latency) -> list[tuple[str, str]]:
     else:
         found.append(("a decode step reads", text))
     if (bandwidth := latency.bandwidth) is not None:
-        text = (
-            f"{units.size(bandwidth.working_set_bytes_per_second)}/s ({bandwidth.probe}, {bandwidth.threads} threads, "
-            f"a working set of {units.size(bandwidth.working_set_bytes)}; beyond all caches "
-            f"{units.size(bandwidth.dram_bytes_per_second)}/s)"
-        )
-        found.append(("MBU is relative to", text))
+        found.append(("MBU is relative to", _bandwidth(bandwidth)))
     if (compute := latency.compute) is not None and compute.operations_per_second:
         rates = [f"{dtype} {_rate(rate)}" for dtype, rate in compute.operations_per_second.items()]
         counted = "" if footprint.multiply_adds_per_token is not None else "; not counted: older build"
@@ -510,6 +518,17 @@ def latency_facts(latency: Latency) -> list[tuple[str, str]]:
     if latency.baseline is not None and latency.baseline_load_ms is not None:
         found.append(("baseline", f"{latency.baseline}; loaded in {units.ms(latency.baseline_load_ms)}"))
     return found
+
+
+def _bandwidth(found: Bandwidth) -> str:
+    """Say what was read how fast; where both rates are one, a device copied its memory, without threads and caches."""
+    rate = f"{units.size(found.working_set_bytes_per_second)}/s"
+    if found.working_set_bytes_per_second == found.dram_bytes_per_second:
+        return f"{rate} ({found.probe})"
+    return (
+        f"{rate} ({found.probe}, {_counted([found.threads], 'thread')}, a working set of "
+        f"{units.size(found.working_set_bytes)}; beyond all caches {units.size(found.dram_bytes_per_second)}/s)"
+    )
 
 
 def _rate(operations_per_second: float) -> str:

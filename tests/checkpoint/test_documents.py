@@ -74,6 +74,22 @@ def test_a_bad_file_is_refused_with_its_line(tmp_path: Path, content: bytes, say
     assert caught.value.exit_code == 5
 
 
+@pytest.mark.parametrize(
+    ("content", "says", "hint"),
+    [
+        ("Plain text.\n", "a.txt:1:1: not JSON", 'write `{"text": …}`'),
+        (f'{{"id": {"9" * 5000}}}', "a.txt:1: not usable JSON", 'write `{"text": …}`'),
+        ('\ufeff{"text": "x"}\n', "a.txt:1: begins with a byte order mark", "save it as UTF-8 without a BOM"),
+    ],
+)
+def test_another_kind_of_file_is_told_what_is_wanted(tmp_path: Path, content: str, says: str, hint: str) -> None:
+    (tmp_path / "a.txt").write_text(content, encoding="utf-8")
+    with pytest.raises(DataError) as caught:
+        read_documents(tmp_path / "a.txt")
+    assert says in caught.value.message
+    assert str(caught.value.hint).startswith(hint)
+
+
 @pytest.mark.parametrize("read", [read_documents, digest])
 def test_a_missing_file_is_named(tmp_path: Path, read: object) -> None:
     assert callable(read)
@@ -151,5 +167,8 @@ def test_ids_are_unique_over_files(tmp_path: Path) -> None:
     one, two = (write(tmp_path / name, {"id": "x", "text": name}) for name in ("a.jsonl", "b.jsonl"))
     with pytest.raises(DataError, match=r"b\.jsonl:1: id 'x' was already used at .*a\.jsonl:1"):
         read_all([one, two])
+    with pytest.raises(DataError, match=r"a\.jsonl: `data` names this file twice") as twice:
+        read_all([one, one])
+    assert twice.value.hint == "name each file once"
     assert len({digest_all([one]), digest_all([one, two]), digest_all([two, one])}) == 3
     assert digest_all([one]) == digest(one)

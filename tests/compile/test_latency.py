@@ -40,7 +40,7 @@ validation:
     surface: {{batches: [4], prompt_tokens: [16], output_tokens: [9], repetitions: 8}}
 """
 COPY, FP16 = 4.3e12, 788e12  # what the device is made to reach: bytes and operations a second
-WEIGHTS, KV, MULTIPLY_ADDS = 40_000_000, 6_000, 70_000_000
+WEIGHTS, KV, MULTIPLY_ADDS, HEAD = 40_000_000, 6_000, 70_000_000, 20_000_000
 TTFT_S, TPOT_S = 0.004, 0.002
 
 
@@ -74,7 +74,8 @@ def export_format(tmp_path: Path, tiny_checkpoint: Path, monkeypatch: pytest.Mon
     joules = iter(range(0, 10_000, 3))  # it is read before and after each generation
     monkeypatch.setattr(energy, "counter", lambda index: lambda: float(next(joules)))
     spec = EngineSpec(backend="tensorrt", max_context=96, max_batch=4, deferred=True)
-    waiting = Pending(3, "tensorrt", "h200", "90", spec.model_dump_json(), (1,), None, WEIGHTS, KV, MULTIPLY_ADDS)
+    counted = WEIGHTS, KV, MULTIPLY_ADDS, HEAD
+    waiting = Pending(3, "tensorrt", "h200", "90", spec.model_dump_json(), (1,), None, *counted)
     file = tmp_path / "recipe.yaml"
     file.write_text(RECIPE.format(checkpoint=tiny_checkpoint))
     engine = SimpleNamespace(size_bytes=50_000_000)
@@ -107,7 +108,7 @@ def test_mbu_of_an_engine_that_is_finished_elsewhere_equals_the_figure_by_hand(e
 def test_mfu_cost_and_energy_follow_from_what_was_timed(export_format: Latency) -> None:
     point = next(point for point in export_format.points if point.batch == 4)
     target = targets.load("h200")
-    operations = 2 * MULTIPLY_ADDS * 4 * 16
+    operations = 2 * 4 * (16 * (MULTIPLY_ADDS - HEAD) + HEAD)
     assert point.figures["compute_utilization"] == pytest.approx(operations / TTFT_S / FP16)
     sheet = target.rates["fp16"].value * 1e12
     assert point.figures["data_sheet_compute_utilization"] == pytest.approx(operations / TTFT_S / sheet)

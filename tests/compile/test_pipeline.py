@@ -101,6 +101,9 @@ def test_a_build_is_what_it_says(recipe_file: Write, tmp_path: Path) -> None:
     assert 0 < report.quality.kld_mean.value < 5
     assert report.latency is not None
     assert report.latency.points[0].tpot_speedup is not None
+    counted = report.latency.footprint
+    assert counted.multiply_adds_per_token is not None
+    assert 0 < counted.head_multiply_adds < counted.multiply_adds_per_token
     stages = {stage.title: stage.seconds for stage in report.build.stages}
     assert sum(stage.seconds for stage in report.build.stages) == pytest.approx(report.build.seconds)
     assert all(stages[f"Pass {p.name}"] >= p.seconds > 0 for p in report.passes)

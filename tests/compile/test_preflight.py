@@ -7,12 +7,16 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from llmforge.base.errors import CheckpointError, DataError, UnsupportedError
+from llmforge.base import extras
+from llmforge.base.errors import CheckpointError, DataError, ForgeError, UnsupportedError
 from llmforge.compile import preflight
+from llmforge.compile.stages.trace import trace_model
+from llmforge.farm import preflight as farm_preflight
 from llmforge.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +89,92 @@ def test_headers_of_weights_are_read(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="safetensors"):
         preflight.check(recipe)
+
+
+TASK = {"task": "sums", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": ["items.jsonl"]}}}
+
+
+def measuring(tmp_path: Path, section: str) -> Recipe:
+    """A recipe of the quickstart's checkpoint, beside which its data files lie."""
+    text = f"schema: 1\nname: a\ncheckpoint: {SAMPLE}\ntarget: local\nengine: {{max_context: 64, max_batch: 1}}\n"
+    (tmp_path / "recipe.yaml").write_text(f"{text}passes: []\nvalidation: {{{section}}}\n")
+    return Recipe.load(tmp_path / "recipe.yaml")
+
+
+def write_measured(tmp_path: Path) -> None:
+    """Write a trace, a task with its items, and queries with a passage."""
+    (tmp_path / "data/qrels").mkdir(parents=True)
+    for name, text in {
+        "trace.jsonl": json.dumps({"at_s": 0, "prompt_tokens": 3, "output_tokens": 2}),
+        "task.yaml": json.dumps(TASK),
+        "items.jsonl": "{}",
+        "data/corpus.jsonl": json.dumps({"_id": "p", "text": "passage"}),
+        "data/queries.jsonl": json.dumps({"_id": "q", "text": "query"}),
+        "data/qrels/test.tsv": "query-id\tcorpus-id\tscore\nq\tp\t1\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+
+
+TRACE = "latency: {prompt_tokens: [8], output_tokens: 4, repetitions: 1, workloads: {trace: {data: trace.jsonl}}}"
+
+
+@pytest.mark.parametrize(
+    ("section", "file"),
+    [
+        (TRACE, "trace.jsonl"),
+        ("tasks: [task.yaml]", "task.yaml"),
+        ("tasks: [task.yaml]", "items.jsonl"),
+        ("retrieval: {data: data}", "data/corpus.jsonl"),
+        ("retrieval: {data: data}", "data/queries.jsonl"),
+        ("retrieval: {data: data}", "data/qrels/test.tsv"),
+    ],
+)
+def test_what_is_measured_on_is_read_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, file: str
+) -> None:
+    monkeypatch.setattr(extras, "require", lambda *names: None)
+    write_measured(tmp_path)
+    recipe = measuring(tmp_path, section)
+    preflight.check(recipe)
+    (tmp_path / file).rename(tmp_path / "elsewhere")
+    with pytest.raises(ForgeError, match=f"{file}: (cannot be read|there is no such file)"):
+        preflight.check(recipe)
+
+
+@pytest.mark.parametrize(
+    ("section", "file", "text", "message"),
+    [
+        (TRACE, "trace.jsonl", '{"at_s": 0}\n', "trace.jsonl:1: has at_s; expected"),
+        ("tasks: [task.yaml]", "task.yaml", "{task: a, class: evil.Task}", "class: not supported in a task file"),
+        ("retrieval: {data: data}", "data/corpus.jsonl", "[]\n", "corpus.jsonl, line 1: expected an object"),
+    ],
+)
+def test_wrong_data_of_what_is_measured_is_refused_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, file: str, text: str, message: str
+) -> None:
+    monkeypatch.setattr(extras, "require", lambda *names: None)
+    write_measured(tmp_path)
+    (tmp_path / file).write_text(text)
+    with pytest.raises(DataError, match=message):
+        preflight.check(measuring(tmp_path, section))
+
+
+def test_nodes_of_a_farm_need_what_is_measured_on(tmp_path: Path) -> None:
+    write_measured(tmp_path)
+    files = [*farm_preflight._texts(measuring(tmp_path, f"{TRACE}, tasks: [task.yaml, arc_easy]"))]
+    assert files == [tmp_path / name for name in ("trace.jsonl", "task.yaml", "items.jsonl")]
+    files = [*farm_preflight._texts(measuring(tmp_path, "retrieval: {data: data}"))]
+    assert files == [tmp_path / "data" / name for name in ("corpus.jsonl", "queries.jsonl", "qrels/test.tsv")]
+    assert [*farm_preflight._texts(measuring(tmp_path, "retrieval: {}"))] == []
+    assert [*farm_preflight._texts(measuring(tmp_path, "behaviour: {data: own.jsonl}"))] == [tmp_path / "own.jsonl"]
+
+
+def test_retrieval_of_a_language_model_is_refused_before_it_is_traced(tmp_path: Path) -> None:
+    recipe, decoder = measuring(tmp_path, "retrieval: {}"), SimpleNamespace(name="docs-llama-7m", encoding=None)
+    state: Any = SimpleNamespace(recipe=recipe, checkpoint=decoder, clock=None)
+    with pytest.raises(UnsupportedError, match=r"predicts tokens, and validation\.retrieval is of") as refused:
+        trace_model(state)
+    assert refused.value.hint == "write `validation.quality` in its place"
 
 
 def test_evaluation_on_calibration_text_is_refused(tmp_path: Path) -> None:

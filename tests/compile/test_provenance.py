@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from huggingface_hub import ModelCard
 
@@ -15,7 +17,10 @@ from llmforge.base import extras
 from llmforge.compile import lock, provenance
 from llmforge.compile.lock import CheckpointLock, Lock, TextLock, ThreadsLock
 from llmforge.gates.records import Report
+from llmforge.metrics.retrieval import results as retrieval
+from llmforge.metrics.retrieval.corpus import RetrievalCorpus
 from llmforge.report import card
+from llmforge.runtime.encoder import EncoderConfig
 
 from ..samples import reports
 
@@ -151,6 +156,75 @@ def test_the_card_has_figures_that_the_hub_reads(written: Path) -> None:
     assert {each.task_type for each in results} == {"text-generation"}
     without = report.model_copy(update={"quality": None})
     assert "model-index" not in card.write(without, repository=None, revision=None)
+
+
+@pytest.mark.parametrize(
+    ("data", "name"),
+    [
+        ([{"name": "chats.jsonl", "sha256": "1" * 64}, {"name": "docs.jsonl", "sha256": "2" * 64}],
+         "chats.jsonl, docs.jsonl"),
+        ({"name": "docs.jsonl", "sha256": "2" * 64}, "docs.jsonl"),
+        ("texts/docs.jsonl", "docs.jsonl"),
+        (None, "validation text"),
+    ],
+)  # fmt: skip
+def test_the_card_names_the_text_that_quality_was_measured_on(data: object, name: str) -> None:
+    report = reported()
+    recipe = {**report.recipe, "validation": {"quality": {"data": data}}}
+    text = card.write(report.model_copy(update={"recipe": recipe}), repository=None, revision=None)
+    assert {each.dataset_name for each in ModelCard(text).data.eval_results} == {name}
+
+
+ENCODER = EncoderConfig("embedder", "mean", normalize=True, dimensions=20, max_tokens=64)
+RERANKER = EncoderConfig("reranker", "cls", normalize=False, dimensions=20, max_tokens=64)
+
+
+def retrieved(*, embedder: bool) -> Report:
+    """A report on an encoder, whose retrieval alone was measured."""
+    texts, made = tuple(f"text {i}" for i in range(20)), np.eye(20, dtype=np.float32)
+    side = retrieval.Side(list(made), np.concatenate([made, made]) if embedder else None)
+    corpus = RetrievalCorpus(texts, texts, tuple(frozenset({i}) for i in range(20)))
+    found = retrieval.measured(corpus, None, side, side, engine="engine", baseline="checkpoint")
+    return reported().model_copy(update={"quality": None, "retrieval": found})
+
+
+@pytest.mark.parametrize(
+    ("encoder", "tag", "endpoint", "asked"),
+    [
+        (ENCODER, "sentence-similarity", "/v1/embeddings", "embedded the same 20 queries"),
+        (RERANKER, "text-ranking", "/v1/rerank", "scored the same candidates of 20 queries"),
+    ],
+)
+def test_the_card_of_an_encoder_says_how_it_serves_and_what_it_finds(
+    encoder: EncoderConfig, tag: str, endpoint: str, asked: str
+) -> None:
+    report = retrieved(embedder=encoder.kind == "embedder")
+    found = ModelCard(card.write(report, repository=None, revision=None, encoder=encoder))
+    assert found.data.pipeline_tag == tag
+    assert "llmforge run" not in found.text
+    assert f"llmforge serve .\n# in another terminal:\ncurl http://127.0.0.1:8000{endpoint} -H" in found.text
+    assert "Not measured" not in found.text
+    assert "## Quality" not in found.text
+    assert "\n\n## Retrieval\n\n" in found.text
+    assert asked in found.text
+    assert "| nDCG@10 | 1.0000 | 1.0000 |" in found.text
+    assert "- Retrieval was measured on the queries and passages named above." in found.text
+    unmeasured = report.model_copy(update={"retrieval": None})
+    text = card.write(unmeasured, repository=None, revision=None, encoder=encoder)
+    assert f"pipeline_tag: {tag}" in text
+    assert "## Quality\n\nNot measured: the recipe does not ask for it." in text
+
+
+def test_the_card_of_a_classifier_offers_no_call_that_is_refused() -> None:
+    text = card.write(reported(), repository=None, revision=None, encoder=replace(RERANKER, labels=3))
+    assert "pipeline_tag: text-classification" in text
+    assert "curl" not in text
+
+
+def test_an_artifact_that_embeds_gets_such_a_card(tmp_path: Path) -> None:
+    manifest = artifact.seal(tmp_path, recipe={}, checkpoint="c" * 64, target="l4", requires={})
+    provenance.write(tmp_path, retrieved(embedder=True), locked(), manifest, ENCODER)
+    assert "/v1/embeddings" in (tmp_path / "README.md").read_text()
 
 
 def test_without_the_hub_the_card_names_no_base_model() -> None:

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from llmforge.base.errors import UsageError, VerificationError
 from llmforge.gates import verdict
+from llmforge.ir import logits_rows
 from llmforge.measure import footprint, latency, machine
 from llmforge.measure.latency import Instruments, TimedLoad, TimedModel, Until
 from llmforge.metrics import catalog
-from llmforge.metrics.latency import Footprint, Noise
+from llmforge.metrics.latency import Bandwidth, Footprint, Noise
 from llmforge.metrics.metric import Measured
 from llmforge.metrics.workload import Slo
 from llmforge.report import view
@@ -447,5 +448,44 @@ def test_good_requests_are_counted_under_the_slo(bench: Bench) -> None:
 
 
 def test_multiply_adds_of_a_traced_graph() -> None:
-    """The head alone multiplies: the embedding is looked up, and a norm is a vector."""
-    assert footprint.multiply_adds(ir.from_onnx_text(FOOTPRINT_GRAPH)) == 4 * 6
+    """The head alone multiplies: the embedding is looked up, and a norm is a vector. Every row gets logits."""
+    model = ir.from_onnx_text(FOOTPRINT_GRAPH)
+    assert (footprint.multiply_adds(model), footprint.head_multiply_adds(model, model)) == (4 * 6, 0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head_multiplies_the_rows_that_get_logits(tied: bool) -> None:
+    head = "head = Transpose (embedding)" if tied else ""
+    weights = "" if tied else f", float[4, 6] head = {{{'0' + ', 0' * 23}}}"
+    model = ir.from_onnx_text(f"""
+        <ir_version: 11, opset_import: ["" : 24]>
+        selected (int64[1, sequence] input_ids, int64[rows] logits_rows) => (float[1, rows, 6] logits)
+        <float[6, 4] embedding = {{{"0" + ", 0" * 23}}}, float[4, 4] layer = {{{"0" + ", 0" * 15}}}{weights}>
+        {{
+            {head}
+            embedded = Gather (embedding, input_ids)
+            hidden = MatMul (embedded, layer)
+            chosen = Gather <axis = 1> (hidden, logits_rows)
+            logits = MatMul (chosen, head)
+        }}
+    """)
+    assert (footprint.multiply_adds(model), footprint.head_multiply_adds(model, model)) == (4 * 4 + 4 * 6, 4 * 6)
+    every_row = model.clone()
+    logits_rows.give_all(every_row)
+    assert footprint.head_multiply_adds(model, every_row) == 0
+
+
+def test_a_device_is_said_to_have_copied_and_one_thing_is_no_plural(bench: Bench) -> None:
+    def bandwidth(dram: float) -> dict[str, str]:
+        made = Bandwidth(
+            threads=1, dram_bytes_per_second=dram, working_set_bytes=10**8, working_set_bytes_per_second=4e12,
+            probe="a copy",
+        )  # fmt: skip
+        return dict(view.latency_facts(got.model_copy(update={"bandwidth": made})))
+
+    got = run(bench.fake("A", 1.0, 2.0), None, loads=[TimedLoad(1, 4, 3, 1), TimedLoad(2, 4, 3, 1)])
+    assert bandwidth(4e12)["MBU is relative to"] == "4.00 TB/s (a copy)"
+    assert bandwidth(1e12)["MBU is relative to"] == (
+        "4.00 TB/s (a copy, 1 thread, a working set of 100 MB; beyond all caches 1.00 TB/s)"
+    )
+    assert view.how_measured(got) == "1 load of one sequence, 1 of several, 3 output tokens, 1 repetition, 1 thread."

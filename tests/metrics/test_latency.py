@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmforge.metrics.intervals import Estimate, clustered_quantile_interval
-from llmforge.metrics.latency import TimedSide, between_tokens, spread, whole_ms
+from llmforge.metrics.latency import Footprint, TimedSide, between_tokens, spread, whole_ms
 
 
 def test_a_percentile_of_tokens_covers_the_true_one_though_tokens_of_a_generation_are_alike() -> None:
@@ -62,3 +62,16 @@ def test_an_inverse_turns_the_bounds_round() -> None:
     assert (found.value, found.low, found.high) == (4, 2, 8)
     assert Estimate(value=0.0, low=0.0, high=4.0, samples=9).inverted(8).value == math.inf
     assert Estimate(value=2.0, low=None, high=None, samples=3).inverted(8).low is None
+
+
+def test_the_head_counts_once_for_each_prompt() -> None:
+    counted = {"artifact_bytes": 1, "weight_bytes_per_token": 1, "kv_bytes_per_token": 1}
+    assert Footprint(**counted).prompt_operations(2, 10) is None
+    older = Footprint(**counted, multiply_adds_per_token=100)
+    assert older.prompt_operations(2, 10) == 2 * 2 * 10 * 100
+    told = Footprint(**counted, multiply_adds_per_token=100, head_multiply_adds=40)
+    assert told.prompt_operations(2, 10) == 2 * 2 * (10 * 60 + 40)
+    assert told.prompt_operations(1, 1) == 2 * 100
+    assert "head_multiply_adds" not in older.to_json(), "reports of older builds keep their bytes"
+    for each in (older, told):
+        assert Footprint.model_validate_json(each.to_json()) == each

@@ -397,6 +397,7 @@ def test_options() -> None:
         {"method": "auto", "weight_bits": 4.5, "weight_bytes": 10**6},
         {"method": "auto", "weight_bits": 4.5, "accuracy_level": 0},
         {"embedding_bits": 2},
+        {"codes": "gguf", "embedding_block_size": 64},
     ):
         with pytest.raises(ValidationError):
             options.make(QuantizeWeights, {"budget": {"kld_mean": 0.1}, **bad})

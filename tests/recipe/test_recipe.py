@@ -9,8 +9,12 @@ from pydantic_core import to_jsonable_python
 
 from llmforge import passes, recipe
 from llmforge.base.errors import DataError, RecipeError, UsageError
+from llmforge.base.located_yaml import Source
 from llmforge.compile.drafts import facts_of
-from llmforge.recipe import Recipe
+from llmforge.gates import relaxed
+from llmforge.recipe import GateSpec, Recipe
+from llmforge.recipe.overrides import apply
+from llmforge.recipe.serving import PrefixSpec, ServingSpec
 from llmforge.recipes import OF_ENCODERS
 from llmforge.rewrite.pass_base import Budget
 from llmforge.runtime.config import MOST_DRAFT_TOKENS, SpeculationFacts
@@ -160,7 +164,8 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
      "prompt tokens and 16 output tokens exceed engine.max_context, 256", None),
     ("prompt_tokens: [32, 128]", "prompt_tokens: [32, 0]", "13:33", "validation.latency.prompt_tokens.1: must be "
      "greater than or equal to 1, not 0", None),
-    ("prompt_tokens: [32, 128]", "prompt_tokens: []", "13:13", "validation.latency.prompt_tokens", None),
+    ("prompt_tokens: [32, 128]", "prompt_tokens: []", "13:13", "validation.latency.prompt_tokens: must have at least 1 "
+     "item, not 0", None),
     ("output_tokens: 16}", "output_tokens: 16, surface: {batches: [1, 9], prompt_tokens: [8], output_tokens: [4]}}",
      "13:68", "validation.latency.surface.batches: 9 sequences exceed engine.max_batch, 4", None),
     ("output_tokens: 16}", "output_tokens: 16, surface: {prompt_tokens: [8, 250], output_tokens: [4, 16]}}",
@@ -209,6 +214,15 @@ WRONG: list[tuple[str, str, str, str, str | None]] = [
      "key; allowed: kld_mean", "did you mean 'kld_mean'?"),
     ("budget: {kld_mean: 0.01}", "budget: {kld_mean: 0}", "10:41", "budget.kld_mean: must be greater than 0, not 0",
      None),
+    ("budget: {kld_mean: 0.01}", "budget: 0.1", "10:32", "passes.squeeze-weights.budget: must be a mapping with the "
+     "keys kld_mean, not 0.1", None),
+    ("bits: 8", "layers: '*down*'", "10:23", 'passes.squeeze-weights.layers: must be a list, not "*down*"', None),
+    ("kld_mean: {max: 0.03}", "kld_mean: 3", "15:3", "gates.kld_mean: must be a mapping with the keys min, max, "
+     "drop_max, rise_max, not 3", None),
+    ("prompt_tokens: [32, 128]", "prompt_tokens: [few]", "13:29", "validation.latency.prompt_tokens.0: must be a valid "
+     'integer, not "few"', None),
+    ("target: cpu-avx2\n", "target: cpu-avx2\nadapters: [{nme: x, path: y}]\n", "5:13", "adapters.0.nme: unknown key; "
+     "allowed: name, path, mode, weight", "did you mean 'name'?"),
     ("  - lay-ground\n", "", "9:5", "passes.squeeze-weights: requires 'ground', which no earlier pass "
      "provides", "put lay-ground before it"),
 ]  # fmt: skip
@@ -339,6 +353,38 @@ def test_overrides_win(tmp_path: Path) -> None:
     assert loaded.name == "other"
 
 
+@pytest.mark.parametrize(
+    "metric",
+    ["retrieval.ndcg_10", "behaviour.loops", "task.arc_easy.acc", "runtime.optimum.agreement", "adapter.sql.kld_mean"],
+)
+def test_an_override_takes_the_limits_that_hints_print(tmp_path: Path, metric: str) -> None:
+    before, limits = {metric: GateSpec(min=0.1)}, {metric: GateSpec(min=0.2, max=0.3)}
+    printed = relaxed.settings(before, limits)
+    assert printed == (f"gates.{metric}.min=0.2", f"gates.{metric}.max=0.3")
+    for overrides in (printed, (f"gates.{metric}={{min: 0.2, max: 0.3}}",)):
+        source = Source(Path("r.yaml"), {"gates": {metric: {"min": 0.1}}})
+        apply(overrides, source, Recipe.model_json_schema())
+        assert source.mapping == {"gates": {metric: {"min": 0.2, "max": 0.3}}}
+    assert source.where(("gates", metric, "min")) == f"--set {overrides[0]}"
+    apply([f"gates.{metric}.max="], source, Recipe.model_json_schema())
+    assert source.mapping == {"gates": {metric: {"min": 0.2, "max": None}}}
+
+
+def test_an_override_limits_a_slice_that_the_schema_does_not_name() -> None:
+    source = Source(Path("r.yaml"), {})
+    apply(["gates.behaviour.loops.english.max=0.3"], source, Recipe.model_json_schema())
+    assert source.mapping == {"gates": {"behaviour.loops.english": {"max": 0.3}}}
+    with pytest.raises(UsageError, match="no key 'gates'"):
+        apply(["gates.behaviour.loops.english.max=0.3"], Source(Path("serving"), {}), ServingSpec.model_json_schema())
+
+
+def test_an_override_names_a_prefix(tmp_path: Path) -> None:
+    overrides = ["serving.prefixes.terse=Be terse.", "serving.prefixes.code.prompt=def"]
+    prefixes = load(tmp_path, VALID, *overrides).serving.prefixes
+    assert prefixes == {"terse": "Be terse.", "code": PrefixSpec(prompt="def")}
+    assert '"A"; allowed are at most 64 of a-z' in refused(tmp_path, VALID, "serving.prefixes.A=x").message
+
+
 def test_an_override_gives_options_to_a_bare_name(tmp_path: Path) -> None:
     error = refused(tmp_path, VALID, "passes.tidy-up.speed=1")
     assert error.message == "--set passes.tidy-up.speed=1: passes.tidy-up.speed: unknown key; allowed: none"
@@ -358,6 +404,12 @@ def test_a_wrong_value_of_an_override_is_placed_at_the_override(tmp_path: Path) 
         ("engine.max_contxt=5", "no key 'engine.max_contxt'; known: backend", "did you mean 'max_context'?"),
         ("engin.max_context=5", "no key 'engin'; known: schema", "did you mean 'engine'?"),
         ("gates.kldmean.max=1", "no key 'gates.kldmean'; known: perplexity_ratio", "did you mean 'kld_mean'?"),
+        ("gates.kld_mean.mx=1", "no key 'gates.kld_mean.mx'; known: min, max", "did you mean 'max'?"),
+        ("gates.retrieval.ndcg_10.mn=1", "no key 'gates.retrieval.ndcg_10.mn'; known: min", "did you mean 'min'?"),
+        ("gates.retrieval.ndcg10.min=1", "no key 'gates.retrieval.ndcg10'", "did you mean 'retrieval.ndcg_10'?"),
+        ("gates.a.b.c.d.e.f.g.h.i.max=1", "no key 'gates.a.b.c.d.e.f.g.h.i'; known: perplexity_ratio", None),
+        ("gates..max=1", "expected KEY.KEY=VALUE", "--set engine.max_context=512"),
+        ("serving.prefixes.a.promt=x", "no key 'serving.prefixes.a.promt'; known: prompt", "did you mean 'prompt'?"),
         ("validation.quality.contxt=1", "no key 'validation.quality.contxt'", "did you mean 'context'?"),
         ("name.first=x", "'name' has no keys", None),
         ("passes.squeeze.bits=4", "no pass 'squeeze'; its passes: tidy-up", "did you mean 'squeeze-weights'?"),
@@ -551,3 +603,30 @@ def test_speculation_is_a_method_or_a_mapping(tmp_path: Path) -> None:
     ):
         error = refused(tmp_path, VALID + f"serving: {{speculation: {text}}}\n")
         assert message in error.message, error.message
+
+
+@pytest.mark.parametrize(
+    ("serving", "says", "hint"),
+    [
+        ("speculation: promt-lookup", "speculation: must be 'off' or 'prompt-lookup', not \"promt-lookup\"",
+         "did you mean 'prompt-lookup'?"),
+        ("speculation: 3", "speculation: must be 'off' or 'prompt-lookup', not 3", None),
+        ("speculation: {}", "speculation.method: required key is missing", None),
+        ("speculation: {methd: draft}", "speculation.methd: unknown key; allowed: method, max_tokens, checkpoint, "
+         "recipe", "did you mean 'method'?"),
+        ("speculation: {method: prompt-lookup, max_token: 3}", "speculation.max_token: unknown key; allowed: method, "
+         "max_tokens, checkpoint, recipe", "did you mean 'max_tokens'?"),
+        ("prefixes: {a: {promt: x}}", "prefixes.a.promt: unknown key; allowed: prompt, messages, tools",
+         "did you mean 'prompt'?"),
+        ("prefixes: {a: {messages: [3]}}", "prefixes.a.messages.0: must be a mapping, not 3", None),
+        ("prefixes: {a: 3}", "prefixes.a: must be a valid string, not 3", None),
+        ("prefixes: {a: ''}", "prefixes.a: String must have at least 1 character, not \"\"", None),
+        ("prefixes: {}", "prefixes: must have at least 1 item, not 0", None),
+    ],
+)  # fmt: skip
+def test_of_what_has_two_forms_the_one_that_was_meant_is_told(
+    tmp_path: Path, serving: str, says: str, hint: str | None
+) -> None:
+    error = refused(tmp_path, VALID + f"serving: {{{serving}}}\n")
+    assert re.sub(r"^\S+:16:\d+: ", "", error.message) == f"serving.{says}"
+    assert error.hint == hint

@@ -413,6 +413,22 @@ def entries(*figures: Estimate | None, metric: str = "kld_mean") -> list[History
     return found
 
 
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        ("kld_mean", "lower"),
+        ("top1_agreement", "higher"),
+        ("eos_shift_at_ends", "nearer to 0"),
+        ("eos_shift_elsewhere", "nearer to 0"),
+        ("greedy_ends_added", "nearer to 0"),
+        ("greedy_length_ratio", "nearer to 1"),
+    ],
+)
+def test_a_history_says_which_way_is_better(metric: str, said: str) -> None:
+    page = render.history_page("tiny", entries(of(0.9), of(0.95), metric=metric))
+    assert f"; {said} is better</figcaption>" in page
+
+
 @given(st.lists(LENGTHS, min_size=1, max_size=9))
 @FEW
 def test_a_course_goes_from_the_oldest_version_to_the_newest_at_the_height_of_its_figures(values: list[float]) -> None:

@@ -396,7 +396,9 @@ def wide() -> Report:
     """Add loads of several sequences, workloads and everything beside them."""
     rng, conditions = np.random.default_rng(0), reports.LATENCY.model_copy(update={
         "compute": Compute(dtype="int8", operations_per_second={"fp32": 2e11, "int8": 5e11}, probe="two products"),
-        "footprint": reports.LATENCY.footprint.model_copy(update={"multiply_adds_per_token": 6_800_000}),
+        "footprint": reports.LATENCY.footprint.model_copy(
+            update={"multiply_adds_per_token": 6_800_000, "head_multiply_adds": 800_000}
+        ),
         "price": HourlyPrice(usd_per_hour=3.6, source="a list", date="2026-01"),
         "slo": Slo(ttft_ms=50, tpot_ms=5),
         "data_sheet": DataSheet(
@@ -461,7 +463,7 @@ def test_curves_lie_over_the_limit_of_the_bandwidth_and_true_to_scale() -> None:
     assert heights == pytest.approx([(math.log10(value) + 2) / 3 for value in medians[:3]])
     floor = measured.points[0].figures["bytes_read_per_token"] / measured.bandwidth.working_set_bytes_per_second * 1e3
     assert tpot.lines[1].places[0][1] == pytest.approx((math.log10(floor) + 2) / 3)
-    products = 2 * 6_800_000 * 32 / 5e11 * 1e3  # of a prompt of 32 tokens, at the measured rate of int8
+    products = 2 * (6_000_000 * 32 + 800_000) / 5e11 * 1e3  # of a prompt of 32 tokens, at the measured rate of int8
     assert f"limit of the compute rate, 32 prompt tokens: {units.ms(products)}" in ttft.lines[1].places[0][2]
     assert [line.label for line in rate.lines] == ["32-token prompts", "128-token prompts", "512-token prompts"]
     assert max(place[1] for line in rate.lines for place in line.places) == 1

@@ -9,9 +9,11 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from llmforge import passes
 from llmforge.artifact import Artifact
-from llmforge.base.errors import InputError, UsageError
-from llmforge.compile.drafts import Draft
+from llmforge.base.errors import InputError, UnsupportedError, UsageError
+from llmforge.compile.drafts import Draft, built, recipe_of
+from llmforge.recipe import Recipe, ValidationSpec
 from llmforge.runtime.config import DRAFT_FOLDER, FILE, RuntimeConfig, SpeculationFacts
 from llmforge.serving import Engine, EngineOptions, Request, Sampling, load
 from llmforge.serving.drafting import speculation_of
@@ -111,10 +113,64 @@ serving: {{speculation: {{method: draft, max_tokens: 5, checkpoint: {checkpoint}
 """
 
 
+OWN = """\
+revision: v1
+adapters: [{name: a, path: a, mode: apart}, {name: b, path: b}]
+calibration: {data: c.jsonl, samples: 8, length: 32}
+validation:
+  quality: {data: [e.jsonl, f.jsonl], context: 64, max_tokens: 1000, reference: whole}
+  latency: {prompt_tokens: [8], output_tokens: 4}
+  attribution: true
+  tasks: [task.yaml]
+gates: {kld_mean: {max: 0.1}}
+"""
+ADAPTED = "passes: [fuse-norms, add-adapters, quantize-weights: {bits: 8, budget: {kld_mean: 0.00001}}]"
+
+
+def test_a_draft_has_nothing_of_the_other_checkpoint(tmp_path, sample_checkpoint, monkeypatch):
+    monkeypatch.setattr(Recipe, "_with_snapshot", lambda recipe: recipe)  # which asks the Hub for a revision
+    text = RECIPE.format(checkpoint=sample_checkpoint).replace("passes: [fuse-norms, flash-attention]", ADAPTED)
+    (tmp_path / "r.yaml").write_text(f"{text}{OWN}")
+    recipe = Recipe.load(tmp_path / "r.yaml", ["calibration.samples=4"])
+    draft = recipe_of(recipe)
+    assert draft.checkpoint == sample_checkpoint
+    assert (draft.revision, draft.adapters, draft.gates, draft.serving.draft) == (None, (), {}, None)
+    assert draft.validation == ValidationSpec(quality=recipe.validation.quality.model_copy(update={"reference": None}))
+    assert draft.calibration == recipe.calibration
+    assert [spec.name for spec in draft.passes] == ["fuse-norms", "quantize-weights"]
+    assert draft.passes[1].options == recipe.passes[2].options
+    assert draft.instantiate(passes.ALL)[1].budget.kld_mean == 0.00001
+
+
+def test_a_draft_of_a_recipe_of_its_own_keeps_what_that_says(tmp_path, sample_checkpoint):
+    text = RECIPE.format(checkpoint=sample_checkpoint)
+    own = "validation: {quality: {data: e.jsonl, context: 64, reference: whole}}\n"
+    (tmp_path / "own.yaml").write_text(text.partition("serving:")[0] + own)
+    (tmp_path / "r.yaml").write_text(text.replace(f"5, checkpoint: {sample_checkpoint}", "5, recipe: own.yaml"))
+    draft = recipe_of(Recipe.load(tmp_path / "r.yaml"))
+    assert draft.path == tmp_path / "own.yaml"
+    assert draft.validation.quality.reference == tmp_path / "whole"
+
+
+@pytest.mark.parametrize(
+    ("engine", "what", "hint"),
+    [
+        ("deferred: true", "built here, and this one is deferred", "remove `deferred`, or --defer"),
+        ("backend: gguf", "and gguf is for servers of others", "remove `speculation`, or choose another backend"),
+    ],
+)
+@pytest.mark.parametrize("method", ["draft", "eagle3"])
+def test_engines_that_ship_no_draft_say_why(tmp_path, sample_checkpoint, engine, what, hint, method):
+    text = RECIPE.format(checkpoint=sample_checkpoint).replace("method: draft", f"method: {method}")
+    (tmp_path / "r.yaml").write_text(text.replace("max_batch: 2", f"max_batch: 2, {engine}"))
+    with pytest.raises(UnsupportedError, match=what) as caught, built(Recipe.load(tmp_path / "r.yaml"), None):
+        pass
+    assert caught.value.hint == hint
+
+
 @pytest.mark.thorough
 def test_a_draft_is_built_and_ships(tmp_path, sample_checkpoint):
     from llmforge.compile.pipeline import build
-    from llmforge.recipe import Recipe
     from llmforge.triton import repository
 
     file = tmp_path / "r.yaml"

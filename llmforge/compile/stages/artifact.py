@@ -41,7 +41,8 @@ def publish(state: CompileState) -> BuildResult:
         report, before = report.model_copy(update={"notes": (*report.notes, before)}), None
     (staging / artifact.REPORT).mkdir()
     render.write(report, staging / artifact.REPORT, before)
-    provenance.write(staging, report, state.lock.with_engine(manifest.files), manifest)
+    encoder = None if engine is None else engine.config.encoder
+    provenance.write(staging, report, state.lock.with_engine(manifest.files), manifest, encoder)
     state.hashing.begin_evidence()
     published = artifact.publish(
         staging, manifest, json.loads(report.to_json()), state.hashing.require_unchanged, state.hashing.sha256

@@ -37,7 +37,11 @@ def build_engine(state: CompileState) -> None:
     """
     recipe, backend = state.recipe, state.recipe.engine.backend
     with state.overlap.proofs.blamed():
-        state.read = replace(footprint.count(state.model), multiply_adds=state.multiply_adds)
+        state.read = replace(
+            footprint.count(state.model),
+            multiply_adds=footprint.multiply_adds(state.traced),
+            head_multiply_adds=footprint.head_multiply_adds(state.traced, state.model),
+        )
         state.clock.stage("Build engine")
         lowered = _lower(state)
         state.notes += lowered.notes
@@ -51,6 +55,7 @@ def build_engine(state: CompileState) -> None:
                 weight_bytes_per_token=read.weights,
                 kv_bytes_per_token=read.kv,
                 multiply_adds_per_token=read.multiply_adds,
+                head_multiply_adds=read.head_multiply_adds,
             )
             state.hashing.begin_content()
             written_files.require_written(state.staging, written, state.hashing)

@@ -16,7 +16,6 @@ from llmforge.compile.heads import Head
 from llmforge.compile.stages.engine import placed
 from llmforge.compile.state import CompileState
 from llmforge.ir import dialect, hidden_states, interface
-from llmforge.measure import footprint
 from llmforge.planning import source
 from llmforge.quantization.grid import Grid
 from llmforge.quantization.statistics import Demand
@@ -56,7 +55,7 @@ def trace_model(state: CompileState) -> None:
     state.overlap.weights.finish(progress)
     traced = model.clone()
     traced.meta.update(model.meta)
-    state.model, state.traced, state.multiply_adds = model, traced, footprint.multiply_adds(model)
+    state.model, state.traced = model, traced
     threads = state.recipe.engine.threads or physical_cores()
     proven = as_traced if as_traced is not model else traced
     prove = partial(_prove, checkpoint, proven, threads, state.reuse.frontend)
@@ -89,6 +88,11 @@ def _check_encoder(state: CompileState) -> None:
         raise UnsupportedError(
             f"{state.checkpoint.name} predicts tokens, and validation.latency.lengths are of texts to encode",
             hint="write `prompt_tokens` and `output_tokens` in their place",
+        )
+    if encoding is None and spec.retrieval is not None:
+        raise UnsupportedError(
+            f"{state.checkpoint.name} predicts tokens, and validation.retrieval is of what embeds or scores texts",
+            hint="write `validation.quality` in its place",
         )
     if encoding is None:
         return

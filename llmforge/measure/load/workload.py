@@ -162,6 +162,20 @@ def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -
     return [replace(each, at_s=(each.at_s or 0.0) - first) for each in made]
 
 
+def check_trace(path: Path) -> None:
+    """Read a trace, and make no prompts of it.
+
+    Raises:
+        DataError: as `read_trace`.
+    """
+    read_trace(path, lambda text: [], _NoPrompts(0))
+
+
+class _NoPrompts(RandomPrompts):
+    def take(self, length: int, rng: np.random.Generator) -> tuple[int, ...]:
+        return ()
+
+
 def _recorded(
     entry: Mapping[str, Any], where: str, encode: Encode, prompts: Prompts, seed: tuple[int, int]
 ) -> LoadRequest:

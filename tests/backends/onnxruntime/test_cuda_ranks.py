@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import onnx_ir as ir
@@ -104,8 +105,16 @@ def test_a_deferred_engine_waits_with_all_its_graphs(tmp_path: Path) -> None:
     models = lowered()
     folder = tmp_path / "engine"
     request = BuildRequest(models[0], folder, SPEC, H100, (0,), 0, ranks=models)
-    pending.write(request, weight_bytes_per_token=1, kv_bytes_per_token=1, multiply_adds_per_token=1)
-    again = pending.read(folder).request(folder, tmp_path / "built", H100, Silent())
+    counted = {"weight_bytes_per_token": 1, "kv_bytes_per_token": 1, "multiply_adds_per_token": 3}
+    pending.write(request, **counted, head_multiply_adds=2)
+    read = pending.read(folder)
+    assert (read.multiply_adds_per_token, read.head_multiply_adds) == (3, 2)
+    again = read.request(folder, tmp_path / "built", H100, Silent())
+    file = folder / "pending.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in written.items() if "multiply_adds" not in name}))
+    older = pending.read(folder)
+    assert (older.multiply_adds_per_token, older.head_multiply_adds) == (None, 0)
     assert len(again.ranks) == 2
     for before, after in zip(models, again.ranks, strict=True):
         assert [node.op_type for node in before.graph] == [node.op_type for node in after.graph]
