@@ -107,7 +107,7 @@ _SHARED = ("budget", "block_size", "symmetric", "embedding_bits", "routers")  # 
 @dataclass(frozen=True)
 @methods.with_options(before="routers")
 class QuantizeWeights(QuantizeWeightsTraits, Pass):
-    """Quantize the weights of linear layers, experts, embedding and output head to 3, 4, 5, 6 or 8 bits."""
+    """Quantize linear layers, embedding and output head to 3, 4, 5, 6 or 8 bits, experts to 4 or 8."""
 
     numerics: ClassVar[Numerics] = Numerics.LOSSY
 

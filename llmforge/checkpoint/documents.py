@@ -93,7 +93,7 @@ def read_all(paths: Sequence[Path]) -> list[list[Document]]:
     seen: dict[str, Document] = {}
     for number, path in enumerate(paths):
         if path in paths[:number]:
-            raise DataError(f"{path}: `data` names this file twice", hint="name each file once")
+            raise DataError(f"{path}: is named twice", hint="name each file once")
         read = read_documents(path)
         for document in read:
             if (twin := seen.get(document.id)) is not None:

@@ -126,7 +126,7 @@ def _search(recipe: Path, folder: Path, options: TuneOptions) -> Search:
     search = searching.Search(
         recipe.absolute(),
         options.overrides,
-        tuple(dict.fromkeys(map(space.metric_of, options.objectives))),
+        tuple(dict.fromkeys(map(space.objective_of, options.objectives))),
         tuple(map(space.limit_of, options.limits)),
         searched,
         written,

@@ -53,8 +53,8 @@ def recipe_of(recipe: Recipe) -> Recipe | None:
     """Give the recipe of the model that drafts for what `recipe` builds; None: none does.
 
     It is the one that `serving.speculation` names, or `recipe` itself, of the other checkpoint: without what belongs to
-    its own, and without what is measured. Context and rows are those of the model that it drafts for; its cache has
-    slots.
+    its own, without gates, and of what is measured with the text of budgets alone. Context and rows are those of the
+    model that it drafts for; its cache has slots.
 
     Raises:
         RecipeError: it does not validate.

@@ -45,11 +45,12 @@ class CheckedRecipe:
 
 
 def check(recipe: Recipe) -> None:
-    """Read the texts of `recipe` and the headers of its checkpoint, and hold the context against the configuration.
+    """Read the data of `recipe` and the headers of its checkpoint, and hold the context against the configuration.
 
     Raises:
         InputError: the chat template that it names cannot be used.
-        DataError: a text is missing or not readable, or evaluation text was calibrated on.
+        DataError: a text, a trace, the data of a task, queries or passages are missing or not readable, or evaluation
+            text was calibrated on.
         RecipeError: the file of a task cannot be read.
         CheckpointError: the folder is no checkpoint: a file is missing or damaged.
         EnvironmentLacks: the recipe asks for tasks, and what runs them is not installed.

@@ -65,6 +65,20 @@ def metric_of(name: str) -> str:
     )
 
 
+def objective_of(name: str) -> str:
+    """Find the metric that is to be as low, or as high, as it can.
+
+    Raises:
+        UsageError: as `metric_of`; or it is best at the checkpoint's own figure.
+    """
+    found = metric_of(name)
+    if (ideal := catalog.named(found).ideal) is not None:
+        raise UsageError(
+            f"--objective {name}: best is {ideal:g}, neither less nor more", hint=f"--subject-to '{found}<=NUMBER'"
+        )
+    return found
+
+
 def limit_of(text: str) -> Limit:
     """Read `METRIC<=NUMBER` or `METRIC>=NUMBER`.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from llmforge.base import folders, located_yaml
 from llmforge.base.errors import DataError
+from llmforge.base.wording import shown
 
 _BUILDERS = ("json", "csv", "parquet", "text")  # of data sets that are files
 _OTHER_FILES = ("include", "class", "group", "custom_dataset")  # keys that would run or read something else
@@ -33,7 +34,10 @@ def read(path: Path) -> dict[str, Any]:
             f"{', '.join(_BUILDERS)}",
             hint="dataset_path: json, dataset_kwargs: {data_files: {test: FILE.jsonl}}",
         )
-    options = dict(config.get("dataset_kwargs") or {})
+    given = config.get("dataset_kwargs") or {}
+    if not isinstance(given, Mapping):
+        raise DataError(f"{source.where(('dataset_kwargs',))}: dataset_kwargs: must be a mapping, not {shown(given)}")
+    options = dict(given)
     files = options.get("data_files")
     if isinstance(files, Mapping):
         options["data_files"] = {split: _anchored(path.parent, each) for split, each in files.items()}

@@ -61,6 +61,11 @@ class Metric:
     ideal: float | None = field(default=None, kw_only=True)  # the checkpoint's own: nearer is better, on either side
     key: int | None = field(default=None, kw_only=True)  # place among a report's key figures; None: it is none of them
 
+    @property
+    def wanted(self) -> str:
+        """Say what is better: "lower", "higher", "neither" or, where there is an ideal, "nearer to 0"."""
+        return self.better if self.ideal is None else f"nearer to {self.ideal:g}"
+
     def fewest(self, samples: int) -> int | None:
         """Say how many samples bounds need, where `samples` have none; None: more, and nobody can tell how many."""
         return SMALLEST_SAMPLE if samples < SMALLEST_SAMPLE else None

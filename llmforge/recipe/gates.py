@@ -23,7 +23,7 @@ _UNMEASURED = "it would not be measured"
 def known_metrics(schema: dict[str, Any]) -> None:
     """Name the metrics in the JSON Schema of `gates`; those of plug-ins are not loaded for it."""
     described = {
-        name: f"{metric.title} ({metric.unit.name}; {metric.better} is better): {metric.meaning}"
+        name: f"{metric.title} ({metric.unit.name}; {metric.wanted} is better): {metric.meaning}"
         for name, metric in catalog.limitable().items()
     }
     others = (each for each in plugins.found().plugins if each.kind == catalog.SEAM.kind)
@@ -36,6 +36,7 @@ def known_metrics(schema: dict[str, Any]) -> None:
         pattern: {"description": what, **schema["additionalProperties"]}
         for pattern, what in (
             (catalog.TASK_PATTERN, "a score of a task (see docs/tasks.md)"),
+            (catalog.BEHAVIOUR_PATTERN, "what chats of a slice do (see docs/behaviour.md)"),
             (catalog.ADAPTER_PATTERN, "quality with an adapter that is kept apart (see docs/adapters.md)"),
         )
     }

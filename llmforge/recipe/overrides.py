@@ -26,12 +26,12 @@ def apply(overrides: Sequence[str], source: Source, schema: Mapping[str, Any]) -
     """
     for override in overrides:
         key, equals, text = override.partition("=")
-        path = _path(key.strip())
-        if not equals or not all(path):
+        if not equals or not all(key.strip().split(".")):
             raise UsageError(f"--set {_told(override)}: expected KEY.KEY=VALUE", hint="--set engine.max_context=512")
+        value = _value(override, text)
+        path = _path(key.strip(), value)
         if len(path) > _DEEPEST:
             raise UsageError(f"--set {_told(override)}: {len(path)} keys deep; no recipe has more than {_DEEPEST}")
-        value = _value(override, text)
         if path[0] == "passes" and len(path) > 1:
             _set_option(source, path, value, override)
         else:
@@ -39,13 +39,13 @@ def apply(overrides: Sequence[str], source: Source, schema: Mapping[str, Any]) -
             _assign(source, source.mapping, path, value, override, outer=())
 
 
-def _path(key: str) -> tuple[str, ...]:
+def _path(key: str, value: Plain) -> tuple[str, ...]:
     """Split a key at its dots; those in the name of a metric stay: `gates.task.arc_easy.acc.min`."""
     first, *rest = key.split(".")
     if first != "gates" or len(rest) < 2:
         return (first, *rest)
     whole, metric, limit = ".".join(rest), ".".join(rest[:-1]), rest[-1]
-    if limit in GateSpec.model_fields or (catalog.find(metric) is not None and catalog.find(whole) is None):
+    if not isinstance(value, Mapping) and (limit in GateSpec.model_fields or catalog.find(metric) is not None):
         return first, metric, limit
     return first, whole
 
@@ -69,9 +69,6 @@ def _require_known(path: Sequence[str], schema: Mapping[str, Any], override: str
     for depth, part in enumerate(path):
         if errors.allows(schema, path[: depth + 1]):
             continue
-        is_metric = depth == 1 and path[0] == "gates" and catalog.find(part) is not None
-        if is_metric and GateSpec.model_fields.keys() >= set(path[2:]):
-            return  # of a slice, say, which the schema does not name
         known = errors.properties(schema, path[:depth])
         raise UsageError(
             f"--set {_told(override)}: no key {'.'.join(path[: depth + 1])!r}; "

@@ -80,7 +80,8 @@ def explained(gate: GateResult) -> str:
 def _gains(report: Report) -> str:
     """Say in a sentence how large, how fast and how good it is, as far as that was measured."""
     share = units.percent(report.engine.size_bytes / report.checkpoint.size_bytes)
-    parts = [f"{share} of the checkpoint's size{' to build of' if report.engine.pending else ''}"]
+    size = f"{share} of the checkpoint's size"
+    parts = [f"an engine to be built from {size}" if report.engine.pending else size]
     if report.latency is not None:
         point = view.key_load(report.latency)
         faster = point.figures.get("batch_speedup" if point.encodes else "tpot_speedup")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from llmforge import native
 from llmforge.base.errors import UsageError
+from llmforge.base.located_yaml import nearest
 from llmforge.ir import graph
 from llmforge.ir.operators import contrib, cpu
 from llmforge.ir.operators.standard import Add, Gather, MatMul, Transpose
@@ -143,10 +143,10 @@ def require_matches(model: ir.Model, globs: Iterable[str]) -> None:
     names = {name for value in model.graph.initializers.values() for name in parameters(value)}
     for glob in globs:
         if not any(fnmatch.fnmatchcase(name, glob) for name in names):
-            [closest] = difflib.get_close_matches(glob, names, 1, cutoff=0)
+            closest = nearest(glob, sorted(names))
             raise UsageError(
                 f"layer_bits: no parameter of the checkpoint matches {glob!r}",
-                hint=f"the closest is {closest}; all of a layer are model.layers.0.*",
+                hint=f"{f'the closest is {closest}; ' if closest else ''}all of a layer are model.layers.0.*",
             )
 
 

@@ -167,7 +167,7 @@ def test_ids_are_unique_over_files(tmp_path: Path) -> None:
     one, two = (write(tmp_path / name, {"id": "x", "text": name}) for name in ("a.jsonl", "b.jsonl"))
     with pytest.raises(DataError, match=r"b\.jsonl:1: id 'x' was already used at .*a\.jsonl:1"):
         read_all([one, two])
-    with pytest.raises(DataError, match=r"a\.jsonl: `data` names this file twice") as twice:
+    with pytest.raises(DataError, match=r"a\.jsonl: is named twice") as twice:
         read_all([one, one])
     assert twice.value.hint == "name each file once"
     assert len({digest_all([one]), digest_all([one, two]), digest_all([two, one])}) == 3

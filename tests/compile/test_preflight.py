@@ -146,6 +146,12 @@ def test_what_is_measured_on_is_read_first(
     [
         (TRACE, "trace.jsonl", '{"at_s": 0}\n', "trace.jsonl:1: has at_s; expected"),
         ("tasks: [task.yaml]", "task.yaml", "{task: a, class: evil.Task}", "class: not supported in a task file"),
+        (
+            "tasks: [task.yaml]",
+            "task.yaml",
+            "{task: a, dataset_path: json, dataset_kwargs: 3}",
+            "task.yaml:1:31: dataset_kwargs: must be a mapping, not 3",
+        ),
         ("retrieval: {data: data}", "data/corpus.jsonl", "[]\n", "corpus.jsonl, line 1: expected an object"),
     ],
 )

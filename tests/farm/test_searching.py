@@ -122,6 +122,9 @@ def test_metrics_and_limits() -> None:
             space.limit_of(wrong)
     with pytest.raises(UsageError, match="no metric is called 'speed'"):
         space.metric_of("speed")
+    assert space.objective_of("kld") == "kld_mean"
+    with pytest.raises(UsageError, match="--objective greedy_length_ratio: best is 1, neither less nor more"):
+        space.objective_of("greedy_length_ratio")
 
 
 def test_the_recipe_must_measure_what_is_asked_for(tmp_path: Path) -> None:

@@ -406,6 +406,8 @@ def test_a_wrong_value_of_an_override_is_placed_at_the_override(tmp_path: Path) 
         ("gates.kldmean.max=1", "no key 'gates.kldmean'; known: perplexity_ratio", "did you mean 'kld_mean'?"),
         ("gates.kld_mean.mx=1", "no key 'gates.kld_mean.mx'; known: min, max", "did you mean 'max'?"),
         ("gates.retrieval.ndcg_10.mn=1", "no key 'gates.retrieval.ndcg_10.mn'; known: min", "did you mean 'min'?"),
+        ("gates.task.arc_easy.acc.mn=1", "no key 'gates.task.arc_easy.acc.mn'; known: min", "did you mean 'min'?"),
+        ("gates.behaviour.loops.mx=1", "no key 'gates.behaviour.loops.mx'; known: min", "did you mean 'max'?"),
         ("gates.retrieval.ndcg10.min=1", "no key 'gates.retrieval.ndcg10'", "did you mean 'retrieval.ndcg_10'?"),
         ("gates.a.b.c.d.e.f.g.h.i.max=1", "no key 'gates.a.b.c.d.e.f.g.h.i'; known: perplexity_ratio", None),
         ("gates..max=1", "expected KEY.KEY=VALUE", "--set engine.max_context=512"),

@@ -119,11 +119,12 @@ def poisson(rate: float, count: int, rng: np.random.Generator) -> NDArray[np.flo
     return np.concatenate([[0.0], rng.exponential(1 / rate, count - 1).cumsum()])
 
 
-def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -> list[LoadRequest]:
+def read_trace(path: Path, encode: Encode, prompts: Prompts | None, *, seed: int = 0) -> list[LoadRequest]:
     """Read arrivals from JSON Lines, one request a line:
     `{"at_s": 0.25, "prompt_tokens": 200, "output_tokens": 50}`, or `"prompt": "text"` in the place of its length.
 
-    Prompts of a given length are taken from `prompts`. Lines are in order of arrival. Blank lines are skipped.
+    Prompts of a given length are taken from `prompts`; None: none are made. Lines are in order of arrival. Blank lines
+    are skipped.
 
     Lines in the form of Mooncake's traces, as `llmforge serve --record` writes them, are read as well: `{"timestamp":
     ms, "input_length", "output_length", "hash_ids"}`, in any order. The first to arrive comes at 0, and equal hashes
@@ -151,7 +152,11 @@ def read_trace(path: Path, encode: Encode, prompts: Prompts, *, seed: int = 0) -
         at = float(entry["at_s"])
         if made and made[-1].at_s is not None and at < made[-1].at_s:
             raise DataError(f"{where}: at_s {at:g} comes after {made[-1].at_s:g}", hint="sort the lines by at_s")
-        prompt = tuple(encode(entry["prompt"])) if "prompt" in entry else prompts.take(entry["prompt_tokens"], rng)
+        prompt: tuple[int, ...] = ()
+        if "prompt" in entry:
+            prompt = tuple(encode(entry["prompt"]))
+        elif prompts is not None:
+            prompt = prompts.take(entry["prompt_tokens"], rng)
         made.append(LoadRequest(prompt, entry["output_tokens"], at))
     if not made:
         raise DataError(f"{path}: contains no requests")
@@ -168,16 +173,11 @@ def check_trace(path: Path) -> None:
     Raises:
         DataError: as `read_trace`.
     """
-    read_trace(path, lambda text: [], _NoPrompts(0))
-
-
-class _NoPrompts(RandomPrompts):
-    def take(self, length: int, rng: np.random.Generator) -> tuple[int, ...]:
-        return ()
+    read_trace(path, lambda text: [], None)
 
 
 def _recorded(
-    entry: Mapping[str, Any], where: str, encode: Encode, prompts: Prompts, seed: tuple[int, int]
+    entry: Mapping[str, Any], where: str, encode: Encode, prompts: Prompts | None, seed: tuple[int, int]
 ) -> LoadRequest:
     """Make the request of a line in Mooncake's form; what no hash covers of a prompt is drawn by the line's number."""
     at, output, block = entry["timestamp"], entry.get("output_length"), entry.get("block_size", MOONCAKE_BLOCK)
@@ -196,6 +196,8 @@ def _recorded(
         raise DataError(f"{where}: hash_ids is {shown(hashes)}; expected a list of whole numbers, none below 0")
     if (len(hashes) - 1) * block >= length:
         raise DataError(f"{where}: {len(hashes)} hash_ids of {block} tokens; input_length is {length}")
+    if prompts is None:
+        return LoadRequest((), int(output or 1), at / 1e3)
     blocks = [prompts.take(block, np.random.default_rng([seed[0], each])) for each in hashes]
     rest = max(0, length - len(hashes) * block)
     if rest:
