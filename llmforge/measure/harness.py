@@ -31,6 +31,7 @@ from llmforge.base.errors import DataError, UnsupportedError, UsageError
 from llmforge.measure import task_files
 from llmforge.measure.scoring import Keep, Likelihood, Pair, TaskRequest, TaskSide, blocks
 from llmforge.metrics.tasks import Form, Score, TaskResult
+from llmforge.recipe import TASK_FILES
 
 # Read by the libraries as they are imported: a data set is a file here, or one that was downloaded before.
 for _variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"):
@@ -48,7 +49,6 @@ with warnings.catch_warnings():
 BLOCK = 64  # requests that are kept together: so many are lost at most where a run is killed
 ANSWER_TOKENS = 256  # of a task that does not say how many; the harness's default
 SEED, OTHER_SEED = 0, 1234  # the harness's own
-FILES = (".yaml", ".yml")
 _NAMES = {"acc": "accuracy", "acc_norm": "accuracy_norm"}
 _FORMS: Mapping[str, Form] = {"weighted_perplexity": "perplexity", "perplexity": "perplexity", "bits_per_byte": "bits"}
 _PROBLEMS = (jinja2.TemplateError, LookupError, ValueError, TypeError, AssertionError)  # of a task, in the harness
@@ -145,7 +145,7 @@ def _run(asked: TaskRequest, model: _Model) -> dict[str, _Ran]:
 
 def _load(asked: TaskRequest) -> dict[str, Any]:
     """Load the tasks; a name that is a group or a tag gives several."""
-    specs = [_read(Path(task)) if task.endswith(FILES) else task for task in asked.tasks]
+    specs = [_read(Path(task)) if task.endswith(TASK_FILES) else task for task in asked.tasks]
     manager = TaskManager(include_defaults=any(isinstance(spec, str) for spec in specs))
     if unknown := [spec for spec in specs if isinstance(spec, str) and spec not in manager.all_tasks]:
         near = located_yaml.nearest(unknown[0], manager.all_tasks)

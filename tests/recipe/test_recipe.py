@@ -370,7 +370,7 @@ def test_an_override_takes_the_limits_that_hints_print(tmp_path: Path, metric: s
     assert source.mapping == {"gates": {metric: {"min": 0.2, "max": None}}}
 
 
-def test_an_override_limits_a_slice_that_the_schema_does_not_name() -> None:
+def test_an_override_limits_a_slice() -> None:
     source = Source(Path("r.yaml"), {})
     apply(["gates.behaviour.loops.english.max=0.3"], source, Recipe.model_json_schema())
     assert source.mapping == {"gates": {"behaviour.loops.english": {"max": 0.3}}}
